@@ -1,0 +1,184 @@
+"""The protocol that every codec follows, and the frame that the block-scaled codecs share.
+
+A codec turns a *flat* tensor (one dimension, contiguous) into a :class:`Payload` and back. It knows nothing of
+autograd, shapes or strides: `fp8hooks.identity` has taken those off before, and puts them back after.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+#: dtypes that lossy codecs take. float64 and complex stay exact: who trains in them wants every bit.
+FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+# The plain-torch path on a CPU works in pieces of this many elements, so that temporaries stay in the cache.
+_CHUNK = 1 << 17
+
+
+class Payload:
+    """What a codec stores in place of a tensor: one uint8 buffer, and what is needed to read it.
+
+    Attributes:
+        codec: the codec that wrote it and can read it.
+        buffer: uint8, one dimension, on the device of the tensor it stands for.
+        numel: elements encoded.
+        dtype: dtype of the tensor it stands for, and of what `decode` returns.
+        finite: True if every element is known to be finite (lets a reader skip a pass), False if not known.
+    """
+
+    __slots__ = ("__weakref__", "buffer", "codec", "dtype", "finite", "numel")
+
+    def __init__(self, codec: Codec, buffer: Tensor, numel: int, dtype: torch.dtype, finite: bool = False) -> None:
+        self.codec = codec
+        self.buffer = buffer
+        self.numel = numel
+        self.dtype = dtype
+        self.finite = finite
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory held."""
+        return self.buffer.numel()
+
+    def decode(self) -> Tensor:
+        """A fresh flat tensor of `numel` elements and of `dtype`."""
+        return self.codec.decode(self)
+
+
+class Codec(abc.ABC):
+    """One storage format. Instances are immutable and shared; equal names and settings give equal bytes."""
+
+    name: str
+
+    @abc.abstractmethod
+    def encode(self, flat: Tensor) -> Payload:
+        """Store `flat` (one dimension, contiguous, a dtype of `FLOATS`, at least one element)."""
+
+    @abc.abstractmethod
+    def decode(self, payload: Payload) -> Tensor:
+        """The tensor that `payload` stands for: flat, contiguous, of the payload's dtype, fresh each time."""
+
+    @abc.abstractmethod
+    def nbytes(self, numel: int) -> int:
+        """Bytes that `numel` elements take once encoded, scales included."""
+
+    @abc.abstractmethod
+    def error_bound(self, flat: Tensor) -> Tensor:
+        """For each element of `flat`, the most by which its decoded value may differ, in float64.
+
+        Non-finite elements get 0: they come back as they were. The rounding to the dtype of `flat` (half a unit in
+        the last place) is not counted in.
+        """
+
+
+class BlockCodec(Codec):
+    """A codec of one byte an element and one scale a block of `block_size` elements in memory order.
+
+    The buffer holds the codes of all elements, zero bytes up to the next multiple of `scale_bytes`, and then the
+    scales. A last block that is not full has its own scale.
+    """
+
+    scale_dtype: torch.dtype
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+    def __repr__(self) -> str:
+        return f"{self.name}(block_size={self.block_size})"
+
+    # Layout
+
+    @property
+    def scale_bytes(self) -> int:
+        return self.scale_dtype.itemsize
+
+    def scales_offset(self, numel: int) -> int:
+        """Byte at which the scales begin; aligned, so that they can be viewed as `scale_dtype`."""
+        return -(-numel // self.scale_bytes) * self.scale_bytes
+
+    def nblocks(self, numel: int) -> int:
+        return -(-numel // self.block_size)
+
+    def nbytes(self, numel: int) -> int:
+        return self.scales_offset(numel) + self.nblocks(numel) * self.scale_bytes
+
+    def split(self, payload: Payload) -> tuple[Tensor, Tensor]:
+        """Codes (uint8, `numel`) and scales (`scale_dtype`, one a block) of a payload, as views of its buffer."""
+        return self._split(payload.buffer, payload.numel)
+
+    def _split(self, buffer: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        start = self.scales_offset(numel)
+        end = start + self.nblocks(numel) * self.scale_bytes
+        return buffer[:numel], buffer[start:end].view(self.scale_dtype)
+
+    # What a format adds: the arithmetic on full rows, in plain torch. It is the definition; kernels must match it.
+
+    @abc.abstractmethod
+    def encode_rows(self, rows: Tensor, codes: Tensor, scales: Tensor) -> bool:
+        """Encode each row of `rows` [n, k] into `codes` [n, k] uint8 and `scales` [n]; True if known to be finite."""
+
+    @abc.abstractmethod
+    def decode_rows(self, codes: Tensor, scales: Tensor, out: Tensor, finite: bool) -> None:
+        """Decode `codes` [n, k] with `scales` [n] into `out` [n, k]."""
+
+    # Kernels, where there are some; None means that this format has none.
+
+    def encode_kernel(self, flat: Tensor, buffer: Tensor) -> bool:
+        """Encode on the device in one pass; False if there is no kernel for this tensor here."""
+        return False
+
+    def decode_kernel(self, payload: Payload, out: Tensor) -> bool:
+        """Decode on the device in one pass; False if there is no kernel for this payload here."""
+        return False
+
+    # The protocol
+
+    def encode(self, flat: Tensor) -> Payload:
+        buffer = torch.empty(self.nbytes(flat.numel()), dtype=torch.uint8, device=flat.device)
+        if flat.device.type == "cuda" and self.encode_kernel(flat, buffer):
+            return Payload(self, buffer, flat.numel(), flat.dtype)
+        return self.encode_reference(flat, buffer)
+
+    def encode_reference(self, flat: Tensor, buffer: Tensor | None = None) -> Payload:
+        """`encode` in plain torch operations, on any device."""
+        numel = flat.numel()
+        if buffer is None:
+            buffer = torch.empty(self.nbytes(numel), dtype=torch.uint8, device=flat.device)
+        buffer[numel : self.scales_offset(numel)] = 0
+        codes, scales = self._split(buffer, numel)
+        finite = True
+        for elements, blocks, width in self._pieces(numel, flat.device):
+            finite &= self.encode_rows(flat[elements].view(-1, width), codes[elements].view(-1, width), scales[blocks])
+        return Payload(self, buffer, numel, flat.dtype, finite)
+
+    def decode(self, payload: Payload) -> Tensor:
+        out = torch.empty(payload.numel, dtype=payload.dtype, device=payload.buffer.device)
+        if out.device.type == "cuda" and self.decode_kernel(payload, out):
+            return out
+        return self.decode_reference(payload, out)
+
+    def decode_reference(self, payload: Payload, out: Tensor | None = None) -> Tensor:
+        """`decode` in plain torch operations, on any device."""
+        if out is None:
+            out = torch.empty(payload.numel, dtype=payload.dtype, device=payload.buffer.device)
+        codes, scales = self.split(payload)
+        for elements, blocks, width in self._pieces(payload.numel, out.device):
+            self.decode_rows(
+                codes[elements].view(-1, width), scales[blocks], out[elements].view(-1, width), payload.finite
+            )
+        return out
+
+    def _pieces(self, numel: int, device: torch.device) -> Iterator[tuple[slice, slice, int]]:
+        """(elements, blocks, row width) of each piece: rows of full blocks, then the rest as one short row."""
+        size = self.block_size
+        full = numel // size
+        step = max(1, _CHUNK // size) if device.type == "cpu" else max(1, full)
+        for first in range(0, full, step):
+            last = min(full, first + step)
+            yield slice(first * size, last * size), slice(first, last), size
+        if numel > full * size:
+            yield slice(full * size, numel), slice(full, full + 1), numel - full * size

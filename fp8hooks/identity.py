@@ -1,0 +1,108 @@
+"""Which memory a tensor is: its geometry, and its storage, weakly held.
+
+Two saved tensors are the same memory if they agree in storage, offset, the extent they cover, dtype and version. `x`,
+`x.view(-1, h)` and `x.t()` are; two chunks of a fused buffer are not.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a tensor lies in memory, without saying where.
+
+    Attributes:
+        sizes, strides: of the tensor, in elements, as they must come back.
+        core: the memory itself: (size, stride) pairs by falling stride, without expanded (stride 0) and unit
+            dimensions, neighbours merged where they are evenly spaced. Views of the same memory have the same core.
+        numel: elements of the core.
+        span: elements from the first to the last, gaps included.
+    """
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    core: tuple[tuple[int, int], ...]
+    numel: int
+    span: int
+
+    @property
+    def dense(self) -> bool:
+        """No gaps: the core is one run of memory."""
+        return self.span == self.numel
+
+
+@functools.lru_cache(maxsize=8192)
+def geometry(sizes: tuple[int, ...], strides: tuple[int, ...]) -> Geometry | None:
+    """The geometry of a strided tensor; None if elements overlap otherwise than by expansion, or if there are none."""
+    dims = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1 and stride != 0]
+    if 0 in sizes:
+        return None
+    merged: list[tuple[int, int]] = []
+    span = 1
+    for size, stride in sorted(dims, key=lambda dim: dim[1]):
+        if stride < span:
+            return None
+        if merged and stride == merged[-1][0] * merged[-1][1]:
+            merged[-1] = (merged[-1][0] * size, merged[-1][1])
+        else:
+            merged.append((size, stride))
+        span += (size - 1) * stride
+    core = tuple(reversed(merged))
+    numel = 1
+    for size, _ in core:
+        numel *= size
+    return Geometry(sizes, strides, core, numel, span)
+
+
+def flatten(tensor: Tensor, shape: Geometry) -> Tensor:
+    """The tensor's core in memory order, as a flat contiguous tensor: a view where dense, else a compact copy."""
+    if shape.dense:
+        return tensor.as_strided((shape.numel,), (1,), tensor.storage_offset())
+    sizes, strides = zip(*shape.core, strict=True)
+    return tensor.as_strided(sizes, strides, tensor.storage_offset()).reshape(-1)
+
+
+def restore(flat: Tensor, shape: Geometry) -> Tensor:
+    """The inverse of `flatten`: a tensor of the geometry's sizes and strides with the values of `flat`."""
+    if not shape.dense:
+        # The gaps belong to other tensors; nobody reads them here.
+        sizes, strides = zip(*shape.core, strict=True)
+        gapped = flat.new_empty(shape.span)
+        gapped.as_strided(sizes, strides).copy_(flat.view(sizes))
+        flat = gapped
+    return flat.as_strided(shape.sizes, shape.strides, 0)
+
+
+class Storages:
+    """The storages seen in one context, each weakly held.
+
+    A weak reference keeps the address of the storage's header from being used again, so an address identifies a
+    storage for as long as this object lives, though its memory is freed as usual.
+    """
+
+    def __init__(self) -> None:
+        self._refs: dict[int, StorageWeakRef] = {}
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def address(self, storage: torch.UntypedStorage) -> int:
+        """The identity of a storage; held weakly from now on."""
+        address = storage._cdata
+        if address not in self._refs:
+            self._refs[address] = StorageWeakRef(storage)
+        return address
+
+    def alive(self, address: int) -> bool:
+        """Whether somebody still holds the storage."""
+        return not self._refs[address].expired()
+
+    def clear(self) -> None:
+        self._refs.clear()

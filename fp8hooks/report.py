@@ -1,0 +1,89 @@
+"""The report of a step as a table."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+
+from fp8hooks.saved import Site
+from fp8hooks.stats import Bucket, Stats
+
+
+class Report:
+    """A rendering of `Stats`: `print` it, or give it to a rich console.
+
+    Args:
+        stats: what to show.
+        by_module: a row for each module; otherwise modules are summed up.
+    """
+
+    def __init__(self, stats: Stats, by_module: bool = False) -> None:
+        self.stats = stats
+        self.by_module = by_module
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.table()
+        yield from self.remarks()
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        Console(file=out, width=110).print(self)
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+    def table(self) -> Table:
+        stats = self.stats
+        table = Table(title=f"fp8hooks: saved for backward in step {stats.steps}", box=SIMPLE_HEAD)
+        columns = [*(["module"] if self.by_module else []), "op", "role", "codec"]
+        for column in columns:
+            long = column in ("module", "op")
+            table.add_column(column, overflow="fold", no_wrap=not long, min_width=18 if long else None)
+        for column in ("saves", "before", "after", "saved"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for names, bucket in self._rows():
+            table.add_row(*names, *_cells(bucket))
+        table.add_section()
+        table.add_row("all", *[""] * (len(columns) - 1), *_cells(stats), style="bold")
+        return table
+
+    def remarks(self) -> Iterable[str]:
+        stats = self.stats
+        yield f"Weights that autograd saved too, held by their modules anyway: {format_bytes(stats.weight_bytes)}."
+        if stats.not_freed:
+            ops = ", ".join(f"{op} {format_bytes(nbytes)}" for op, nbytes in sorted(stats.not_freed.items()))
+            yield f"Compressed, but still held by somebody else when the session closed, by op: {ops}."
+        yield from stats.notes
+
+    def _rows(self) -> Iterable[tuple[list[str], Bucket]]:
+        rows: dict[tuple[str, ...], Bucket] = {}
+        for (site, codec), bucket in self.stats.sites.items():
+            row = rows.setdefault(_names(site, codec, self.by_module), Bucket())
+            row.add(bucket.tensors, bucket.original_bytes, bucket.stored_bytes)
+        for names, bucket in sorted(rows.items(), key=lambda item: -item[1].original_bytes):
+            if bucket.original_bytes or bucket.stored_bytes:
+                yield list(names), bucket
+
+
+def _names(site: Site, codec: str, by_module: bool) -> tuple[str, ...]:
+    return (*((site.module,) if by_module else ()), site.op, site.role, codec)
+
+
+def _cells(bucket: Bucket) -> list[str]:
+    return [
+        str(bucket.tensors),
+        format_bytes(bucket.original_bytes),
+        format_bytes(bucket.stored_bytes),
+        f"{bucket.savings:.0%}",
+    ]
+
+
+def format_bytes(count: float) -> str:
+    """A byte count for people, in binary units."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

@@ -1,0 +1,77 @@
+"""What the pack hook leaves in the autograd graph, and how the tensor comes out of it again.
+
+These objects are all the state there is: they die with the graph node that owns them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fp8hooks.codecs import Payload
+from fp8hooks.identity import Geometry, restore
+
+
+class Site(NamedTuple):
+    """Who saves a tensor, and as what."""
+
+    module: str
+    op: str
+    role: str
+
+    def __str__(self) -> str:
+        where = f" in module '{self.module}'" if self.module else ""
+        return f"op '{self.op}'{where} (role {self.role})"
+
+
+class Exact:
+    """A tensor kept as it is, with the version it had: an edit in place since then is an error, as in autograd.
+
+    With hooks installed autograd leaves that check to them.
+    """
+
+    __slots__ = ("site", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, version: int, site: Site) -> None:
+        self.tensor = tensor
+        self.version = version
+        self.site = site
+
+    def unpack(self) -> Tensor:
+        version = self.tensor._version
+        if version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] saved by {self.site} is at version {version}; "
+                f"expected version {self.version} instead."
+            )
+        return self.tensor
+
+
+class Opaque:
+    """A tensor that is not plain and dense (a subclass, sparse, nested, ...): kept, and not looked into."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def unpack(self) -> Tensor:
+        return self.tensor
+
+
+class Packed:
+    """A tensor stored by a codec. Each `unpack` decodes afresh, since whoever asked may write into the result."""
+
+    __slots__ = ("payload", "shape")
+
+    def __init__(self, payload: Payload, shape: Geometry) -> None:
+        self.payload = payload
+        self.shape = shape
+
+    def unpack(self) -> Tensor:
+        return restore(self.payload.decode(), self.shape)
+
+
+Saved = Exact | Opaque | Packed

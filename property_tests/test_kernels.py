@@ -1,0 +1,79 @@
+"""Kernels against the plain-torch reference, bit for bit: on a GPU, or in Triton's interpreter.
+
+Triton decides when it is imported whether it interprets, so the interpreted tests run in a process of their own
+(`test_in_the_interpreter`) wherever there is no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor
+
+from fp8hooks import codecs
+from property_tests.strategies import any_values, block_sizes
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+# Names and, for FP8, whether the hardware's conversion is used.
+VARIANTS = [("fp8_e4m3", {"native": False}), ("int8", {})]
+if DEVICE == "cuda" and torch.cuda.get_device_capability() >= (8, 9):
+    VARIANTS.append(("fp8_e4m3", {"native": True}))
+
+runs_kernels = pytest.mark.skipif(
+    DEVICE == "cpu" and not INTERPRETED, reason="no CUDA device here; test_in_the_interpreter runs it"
+)
+variants = pytest.mark.parametrize(("name", "options"), VARIANTS)
+few = settings(max_examples=40 if INTERPRETED else 300, suppress_health_check=[HealthCheck.too_slow])
+
+
+def kernels_of(name: str):
+    import importlib
+
+    return importlib.import_module("fp8hooks.kernels." + {"fp8_e4m3": "e4m3"}.get(name, name))
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(nan=0.0), b.nan_to_num(nan=0.0))
+
+
+@runs_kernels
+@variants
+@few
+@given(tensor=any_values(), block_size=block_sizes)
+def test_encode_writes_the_reference_bytes(name: str, options: dict, tensor: Tensor, block_size: int) -> None:
+    codec = codecs.get(name, block_size)
+    want = codec.encode_reference(tensor).buffer
+    got = torch.full_like(want, 0xAA).to(DEVICE)
+    offset = codec.scales_offset(tensor.numel())
+    got[tensor.numel() : offset] = 0
+    assert kernels_of(name).encode(tensor.to(DEVICE), got, block_size, offset, **options)
+    assert torch.equal(got.cpu(), want)
+
+
+@runs_kernels
+@variants
+@few
+@given(tensor=any_values(), block_size=block_sizes)
+def test_decode_gives_the_reference_values(name: str, options: dict, tensor: Tensor, block_size: int) -> None:
+    codec = codecs.get(name, block_size)
+    payload = codec.encode_reference(tensor)
+    out = torch.full((tensor.numel(),), 77.0, dtype=tensor.dtype, device=DEVICE)
+    offset = codec.scales_offset(tensor.numel())
+    assert kernels_of(name).decode(payload.buffer.to(DEVICE), out, block_size, offset, **options)
+    assert same(out.cpu(), codec.decode_reference(payload))
+
+
+@pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the kernels run here as they are")
+def test_in_the_interpreter() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-k", "reference", __file__]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout
+    assert "skipped" not in done.stdout.splitlines()[-1]
