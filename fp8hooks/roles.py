@@ -56,6 +56,7 @@ _MODULE_CODE = nn.Module._call_impl.__code__
 _ATTENTION = frozenset({"scaled_dot_product_attention", "flex_attention"})
 _LOG_PROB = frozenset({"log_softmax", "cross_entropy", "cross_entropy_loss", "logsigmoid", "nll_loss"})
 _PROBABILITY = frozenset({"softmax", "sigmoid", "softmin", "gumbel_softmax"})
+_NORM = frozenset({"layer_norm", "rms_norm", "batch_norm", "group_norm", "instance_norm", "local_response_norm"})
 # Their operands differ in size for other reasons than broadcasting.
 _CONTRACTION = frozenset(
     {"linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "addmv", "mv", "einsum", "tensordot", "bilinear"}
@@ -133,6 +134,9 @@ def role_of(tensor: Tensor, op: str, call: Call | None) -> str:
         return _inner_attention_role(tensor)
     if tensor.dim() > 0 and tensor.shape[-1] == 1 and op not in _CONTRACTION:
         return "statistic"
+    if op in _NORM:
+        # What is saved beside the input and, in some, the normalized input: mean, rstd, running statistics.
+        return "activation" if tensor.numel() == largest else "statistic"
     if position is None and op in _LOG_PROB:
         return "log_prob"
     if position is None and op in _PROBABILITY:
@@ -152,7 +156,8 @@ def _attention_role(tensor: Tensor, position: int | str | None, operands: list[t
         # An additive mask or bias: it stands in the exponent, and many layers share it.
         return "statistic"
     query = operands[0][1]
-    if tensor.numel() * 2 <= query.numel() and tensor.dim() < query.dim():
+    if tensor.shape[-1] == 1 or tensor.dim() < query.dim() and tensor._base is None and tensor.grad_fn is None:
+        # logsumexp: [batch, heads, length], with a unit dimension after from cuDNN.
         return "statistic"
     if tensor.shape[-1] == query.shape[-1]:
         return "attention_vo" if tensor.shape == query.shape else "attention_qk"
@@ -233,7 +238,14 @@ def _op_at(frame: types.FrameType | None) -> str | None:
     """The torch operation that a frame is calling, from the source at its current instruction."""
     if frame is None or frame.f_code is _MODE_CODE:
         return None
-    return _op_in(frame.f_code, frame.f_lasti)
+    name = _op_in(frame.f_code, frame.f_lasti)
+    return name if name is not None and _is_torch_name(name) else None
+
+
+@functools.cache
+def _is_torch_name(name: str) -> bool:
+    """Whether torch has an operation of that name; the source may call it by a local one."""
+    return any(hasattr(home, name) for home in (torch, Tensor, nn.functional, torch._C._nn, torch.special))
 
 
 @functools.lru_cache(maxsize=8192)

@@ -195,7 +195,7 @@ class _Context:
         key = (address, tensor.storage_offset(), shape.core, tensor.dtype, tensor._version, tensor.data_ptr())
         known = self._payloads.get(key)
         payload = None if known is None else known()
-        if payload is not None and self._policy.accepts(site, wanted, payload.codec.name):
+        if payload is not None and self._policy.accepts(site, tensor.dtype, payload.codec.name):
             self._ledger.record(site, payload.codec.name, charge, 0)
             return Packed(payload, shape)
         if self._plan is not None and self.recorder.next_save(site) in self._plan.exact:

@@ -52,7 +52,9 @@ def test_non_finite_elements_come_back_and_leave_their_neighbours_alone(
     wild = ~tensor.isfinite()
     assert torch.equal(decoded[wild].nan_to_num(nan=7.0), tensor[wild].nan_to_num(nan=7.0))
     tame = torch.where(wild, torch.zeros((), dtype=tensor.dtype), tensor)
-    assert torch.equal(decoded[~wild], roundtrip(name, tame, block_size)[~wild])
+    error = (decoded.double() - tensor.double()).abs()[~wild]
+    allowed = codecs.get(name, block_size).error_bound(tame) + rounding(decoded)
+    assert (error <= allowed[~wild]).all()
 
 
 @every_codec
@@ -91,6 +93,21 @@ def test_the_payload_has_the_size_that_was_said(name: str, tensor: Tensor, block
 def test_the_same_values_give_the_same_bytes(name: str, tensor: Tensor, block_size: int) -> None:
     codec = codecs.get(name, block_size)
     assert torch.equal(codec.encode(tensor).buffer, codec.encode(tensor.clone()).buffer)
+
+
+@every_codec
+@given(tensor=any_values())
+def test_torchs_default_dtype_does_not_matter(name: str, tensor: Tensor) -> None:
+    codec = codecs.get(name, 128)
+    want = codec.encode(tensor)
+    torch.set_default_dtype(torch.float64)
+    try:
+        got = codec.encode(tensor)
+        decoded = got.decode()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(got.buffer, want.buffer)
+    assert torch.equal(decoded.nan_to_num(), want.decode().nan_to_num())
 
 
 @every_codec

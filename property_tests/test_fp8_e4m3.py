@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp8hooks import codecs
 from fp8hooks.codecs.fp8_e4m3 import power_of_two
-from property_tests.strategies import DTYPES, block_sizes, dtypes, finite, seeds
+from property_tests.strategies import DTYPES, any_values, block_sizes, dtypes, finite, seeds
 from property_tests.test_codecs import roundtrip
 
 NAME = "fp8_e4m3"
@@ -67,3 +67,10 @@ def test_codes_are_those_of_torch() -> None:
     assert scales.tolist() == [127]
     want = tensor.to(torch.float8_e4m3fn).view(torch.uint8)
     assert torch.equal(codes, want)
+
+
+@given(tensor=any_values(), block_size=block_sizes)
+def test_non_finite_elements_do_not_touch_the_scale(tensor: Tensor, block_size: int) -> None:
+    wild = ~tensor.isfinite()
+    tame = torch.where(wild, torch.zeros((), dtype=tensor.dtype), tensor)
+    assert torch.equal(roundtrip(NAME, tensor, block_size)[~wild], roundtrip(NAME, tame, block_size)[~wild])

@@ -29,7 +29,8 @@ runs_kernels = pytest.mark.skipif(
     DEVICE == "cpu" and not INTERPRETED, reason="no CUDA device here; test_in_the_interpreter runs it"
 )
 variants = pytest.mark.parametrize(("name", "options"), VARIANTS)
-few = settings(max_examples=40 if INTERPRETED else 300, suppress_health_check=[HealthCheck.too_slow])
+# No deadline: the first launch of each variant compiles.
+few = settings(max_examples=40 if INTERPRETED else 300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def kernels_of(name: str):

@@ -19,6 +19,11 @@ FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _CHUNK = 1 << 17
 
 
+def choose(condition: Tensor, yes: float, no: float) -> Tensor:
+    """`torch.where` of two numbers, in float32 whatever torch's default dtype is."""
+    return torch.where(condition, yes, no).float()
+
+
 class Payload:
     """What a codec stores in place of a tensor: one uint8 buffer, and what is needed to read it.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8hooks.codecs.base import FLOATS, BlockCodec, Payload
+from fp8hooks.codecs.base import FLOATS, BlockCodec, Payload, choose
 
 MAX = 416.0
 #: Least scale exponent: 2**-9 (the least code) times 2**-124 is the least subnormal of bfloat16, so that what is
@@ -86,7 +86,7 @@ class Fp8E4M3(BlockCodec):
         # Just under the dtype's largest value, rounding up to the next power of two would decode to an infinity.
         top = biased >= _TOP[rows.dtype]
         if not on_cpu or bool(top.any()):
-            limit = torch.where(top, _TOP_MAX, MAX)[:, None]
+            limit = choose(top, _TOP_MAX, MAX)[:, None]
             scaled = scaled.clamp(-limit, limit)
         codes.view(torch.float8_e4m3fn).copy_(scaled)
         if not on_cpu or int((codes << 1).min()) == 0:
@@ -108,10 +108,10 @@ class Fp8E4M3(BlockCodec):
         factor = power_of_two(torch.where(top, biased, biased + 8))[:, None]
         value = half.view(torch.float16) * factor
         if out.device.type != "cpu" or bool(top.any()):
-            value *= torch.where(top, 256.0, 1.0)[:, None]
+            value *= choose(top, 256.0, 1.0)[:, None]
         if not finite:
             magnitude = codes & 0x7F
-            infinite = torch.where(codes > 0x7F, -torch.inf, torch.inf)
+            infinite = choose(codes > 0x7F, -torch.inf, torch.inf)
             value = torch.where(magnitude == _INF, infinite, torch.where(magnitude == 0x7F, torch.nan, value))
         out.copy_(value)
 
