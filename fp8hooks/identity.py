@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 
 @dataclass(frozen=True)
@@ -84,25 +83,33 @@ class Storages:
     """The storages seen in one context, each weakly held.
 
     A weak reference keeps the address of the storage's header from being used again, so an address identifies a
-    storage for as long as this object lives, though its memory is freed as usual.
+    storage for as long as this object lives, though its memory is freed as usual. The references are torch's own, as
+    in `torch.multiprocessing.reductions.StorageWeakRef`, without an object around each: this runs for every save.
     """
 
     def __init__(self) -> None:
-        self._refs: dict[int, StorageWeakRef] = {}
+        self._addresses: set[int] = set()
 
     def __len__(self) -> int:
-        return len(self._refs)
+        return len(self._addresses)
 
     def address(self, storage: torch.UntypedStorage) -> int:
         """The identity of a storage; held weakly from now on."""
         address = storage._cdata
-        if address not in self._refs:
-            self._refs[address] = StorageWeakRef(storage)
+        if address not in self._addresses:
+            storage._weak_ref()  # returns the address, and counts a weak reference to it
+            self._addresses.add(address)
         return address
 
     def alive(self, address: int) -> bool:
         """Whether somebody still holds the storage."""
-        return not self._refs[address].expired()
+        return not torch.UntypedStorage._expired(address)
 
     def clear(self) -> None:
-        self._refs.clear()
+        """Let go of all."""
+        while self._addresses:
+            torch.UntypedStorage._free_weak_ref(self._addresses.pop())
+
+    def __del__(self) -> None:
+        # Also where a context was dropped without being left.
+        self.clear()

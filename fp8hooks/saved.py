@@ -5,6 +5,7 @@ These objects are all the state there is: they die with the graph node that owns
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -28,36 +29,24 @@ class Site(NamedTuple):
 class Exact:
     """A tensor kept as it is, with the version it had: an edit in place since then is an error, as in autograd.
 
-    With hooks installed autograd leaves that check to them.
+    With hooks installed autograd leaves that check to them. A version of None (inference tensors have none) is not
+    checked.
     """
 
     __slots__ = ("site", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, version: int, site: Site) -> None:
+    def __init__(self, tensor: Tensor, version: int | None, site: Site) -> None:
         self.tensor = tensor
         self.version = version
         self.site = site
 
     def unpack(self) -> Tensor:
-        version = self.tensor._version
-        if version != self.version:
+        if self.version is not None and self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.tensor.type()} {list(self.tensor.shape)}] saved by {self.site} is at version {version}; "
-                f"expected version {self.version} instead."
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] saved by {self.site} is at version "
+                f"{self.tensor._version}; expected version {self.version} instead."
             )
-        return self.tensor
-
-
-class Opaque:
-    """A tensor that is not plain and dense (a subclass, sparse, nested, ...): kept, and not looked into."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def unpack(self) -> Tensor:
         return self.tensor
 
 
@@ -74,4 +63,17 @@ class Packed:
         return restore(self.payload.decode(), self.shape)
 
 
-Saved = Exact | Opaque | Packed
+class Wrapped:
+    """A tensor around another: the inner one is saved, the outer one made again."""
+
+    __slots__ = ("inner", "join")
+
+    def __init__(self, inner: Exact | Packed, join: Callable[[Tensor], Tensor]) -> None:
+        self.inner = inner
+        self.join = join
+
+    def unpack(self) -> Tensor:
+        return self.join(self.inner.unpack())
+
+
+Saved = Exact | Packed | Wrapped

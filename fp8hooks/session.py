@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8hooks import codecs, identity, roles
+from fp8hooks import callsite, codecs, identity, roles
+from fp8hooks.callsite import Call, Op
 from fp8hooks.codecs import Payload
 from fp8hooks.config import CompressConfig, check_fields
 from fp8hooks.identity import Geometry
+from fp8hooks.integrations import distributed
 from fp8hooks.planner import Plan, Recorder
 from fp8hooks.policy import Policy
 from fp8hooks.report import Report
-from fp8hooks.saved import Exact, Opaque, Packed, Saved, Site
+from fp8hooks.saved import Exact, Packed, Saved, Site, Wrapped
 from fp8hooks.stats import Ledger, Stats
 
 
@@ -95,8 +97,13 @@ class Session:
         context = _Context(self._policy, self._ledger, self.config, self._plan)
         try:
             context.install()
-        except BaseException:
+        except BaseException as error:
             self._leave()
+            if isinstance(error, RuntimeError):
+                # torch.func's transforms and vmap switch hooks off.
+                raise RuntimeError(
+                    f"fp8hooks.compress() can't be entered here, since saved-tensor hooks are disabled: {error}"
+                ) from error
             raise
         self._stack.append(context)
         return self
@@ -136,18 +143,33 @@ class Session:
             )
 
 
+class _SiteState:
+    """What a context knows of a site and dtype, so that the next save there need not ask again."""
+
+    __slots__ = ("codec", "exact", "site")
+
+    def __init__(self, site: Site, codec: str) -> None:
+        self.site = site
+        self.codec = codec
+        self.exact: list[int] | None = None  # its row, once something was kept exact
+
+
 class _Context:
     """One entry of a session on one thread: the hooks, and what must not outlive it."""
 
     def __init__(self, policy: Policy, ledger: Ledger, config: CompressConfig, plan: Plan | None) -> None:
         self._policy = policy
         self._ledger = ledger
-        self._config = config
+        self._rows = ledger.rows()
+        self._sites: dict[tuple[str, str, str, torch.dtype], _SiteState] = {}
+        self._block_size = config.block_size
+        self._min_numel = max(1, config.min_numel)
         self._plan = plan
         self.recorder = Recorder()
-        self._tracker = roles.Tracker()
+        self._hooks = (self.pack, self.unpack)
+        self._tracker = callsite.Tracker(self._look_for_other_hooks)
         self._storages = identity.Storages()
-        # Storage address -> bytes, of what this context has charged to a site, has kept exact, has compressed (by op).
+        # Storage addresses: charged to a site, kept exact, and compressed (with the op, and the bytes).
         self._charged: set[int] = set()
         self._exact: set[int] = set()
         self._compressed: dict[int, tuple[str, int]] = {}
@@ -159,7 +181,7 @@ class _Context:
         """Push the hooks and the mode onto this thread."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._tracker)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._hooks))
             self._installed = stack.pop_all()
 
     def remove(self) -> None:
@@ -176,73 +198,142 @@ class _Context:
     def pack(self, tensor: Tensor) -> Saved:
         """The pack hook."""
         frame = sys._getframe(1)
-        if not _is_plain(tensor):
-            return self._keep_opaque(tensor)
-        site = roles.site_of(tensor, self._tracker.call, frame)
-        storage = tensor.untyped_storage()
-        address = self._storages.address(storage)
-        nbytes = storage.nbytes()
-        if site.role == "weight":
-            self._ledger.record_weight(address, nbytes)
-            return self._keep_exact(tensor, site)
-        charge = 0 if address in self._charged else nbytes
-        self._charged.add(address)
-        shape = self._compressible(tensor, site)
-        wanted = codecs.EXACT if shape is None else self._policy.codec(site, tensor.dtype)
-        # Memory that is kept exact already costs nothing more.
-        if wanted == codecs.EXACT or shape is None or address in self._exact:
-            return self._record_exact(tensor, site, address, charge, nbytes)
-        key = (address, tensor.storage_offset(), shape.core, tensor.dtype, tensor._version, tensor.data_ptr())
-        known = self._payloads.get(key)
-        payload = None if known is None else known()
-        if payload is not None and self._policy.accepts(site, tensor.dtype, payload.codec.name):
-            self._ledger.record(site, payload.codec.name, charge, 0)
-            return Packed(payload, shape)
-        if self._plan is not None and self.recorder.next_save(site) in self._plan.exact:
-            return self._record_exact(tensor, site, address, charge, nbytes)
-        payload = self._encode(tensor, shape, wanted)
-        self._payloads[key] = weakref.ref(payload)
-        self._compressed.setdefault(address, (site.op, nbytes))
-        self._ledger.watch(payload)
-        self._ledger.record(site, wanted, charge, payload.nbytes)
-        if self._plan is None:
-            self.recorder.compressed(self.recorder.next_save(site), charge, payload.nbytes)
-        return Packed(payload, shape)
+        call = self._tracker.call
+        if _is_plain(tensor):
+            return self._save(tensor, callsite.op_at(call, frame), call, callsite.module_path(frame))
+        op = callsite.op_at(call, frame)
+        if distributed.is_dtensor(tensor) and not roles.weight_like(tensor):
+            local, join = distributed.split(tensor)
+            if _is_plain(local):
+                return Wrapped(self._save(local, op, None, callsite.module_path(frame)), join)
+        return self._keep_whole(tensor, Site(callsite.module_path(frame), op.name, "activation"))
 
     @staticmethod
     def unpack(saved: Saved) -> Tensor:
         """The unpack hook."""
         return saved.unpack()
 
-    def _compressible(self, tensor: Tensor, site: Site) -> Geometry | None:
-        """The geometry of a tensor that a codec could hold; None for one that must stay as it is."""
-        if tensor.dtype not in codecs.FLOATS or tensor.is_neg():
-            return None
+    def _save(self, tensor: Tensor, op: Op, call: Call | None, module: str) -> Exact | Packed:
+        role = roles.role_of(tensor, op, call)
+        key = (module, op.name, role, tensor.dtype)
+        state = self._sites.get(key) or self._new_site(key)
+        storage = tensor.untyped_storage()
+        address = self._storages.address(storage)
+        if role == "weight" or callsite.is_buffer(address):
+            self._ledger.record_weight(address, storage.nbytes())
+            return _keep_exact(tensor, state.site)
+        charge = 0
+        if address not in self._charged:
+            self._charged.add(address)
+            charge = storage.nbytes()
+        # Memory that is kept exact already costs nothing more.
+        if state.codec == codecs.EXACT or address in self._exact or tensor.numel() < self._min_numel:
+            return self._save_exact(tensor, state, address, charge)
         shape = identity.geometry(tensor.shape, tensor.stride())
-        return shape if shape is not None and shape.numel >= max(1, self._config.min_numel) else None
+        if shape is None or shape.numel < self._min_numel or tensor.is_neg():
+            return self._save_exact(tensor, state, address, charge)
+        return self._save_packed(tensor, state, address, charge, shape)
 
-    def _encode(self, tensor: Tensor, shape: Geometry, codec: str) -> Payload:
-        return codecs.get(codec, self._config.block_size).encode(identity.flatten(tensor.detach(), shape))
+    def _save_packed(
+        self, tensor: Tensor, state: _SiteState, address: int, charge: int, shape: Geometry
+    ) -> Exact | Packed:
+        # The pointer too, since a storage may be resized, and so move, without a new version.
+        key = (address, tensor.data_ptr(), shape.core, tensor.dtype, tensor._version)
+        known = self._payloads.get(key)
+        payload = None if known is None else known()
+        if payload is not None and self._policy.accepts(state.site, tensor.dtype, payload.codec.name):
+            self._record(state.site, payload.codec.name, charge, 0)
+            return Packed(payload, shape)
+        if self._plan is not None and self.recorder.next_save(state.site) in self._plan.exact:
+            return self._save_exact(tensor, state, address, charge)
+        payload = codecs.get(state.codec, self._block_size).encode(identity.flatten(tensor.detach(), shape))
+        self._payloads[key] = weakref.ref(payload)
+        self._compressed.setdefault(address, (state.site.op, tensor.untyped_storage().nbytes()))
+        self._ledger.watch(payload)
+        self._record(state.site, state.codec, charge, payload.nbytes)
+        if self._plan is None:
+            self.recorder.compressed(self.recorder.next_save(state.site), charge, payload.nbytes)
+        return Packed(payload, shape)
 
-    def _record_exact(self, tensor: Tensor, site: Site, address: int, charge: int, nbytes: int) -> Exact:
-        stored = 0 if address in self._exact else nbytes
-        self._exact.add(address)
-        self.recorder.exact(stored)
-        self._ledger.record(site, codecs.EXACT, charge, stored)
-        return self._keep_exact(tensor, site)
+    def _save_exact(self, tensor: Tensor, state: _SiteState, address: int, charge: int) -> Exact:
+        stored = 0
+        if address not in self._exact:
+            self._exact.add(address)
+            stored = tensor.untyped_storage().nbytes()
+            self.recorder.exact(stored)
+        row = state.exact
+        if row is None:
+            row = state.exact = self._row(state.site, codecs.EXACT)
+        row[0] += 1
+        row[1] += charge
+        row[2] += stored
+        return _keep_exact(tensor, state.site)
 
-    @staticmethod
-    def _keep_exact(tensor: Tensor, site: Site) -> Exact:
-        # Detached: holding an output of the node that holds us would be a cycle that only gc could free.
-        return Exact(tensor.detach(), tensor._version, site)
+    def _keep_whole(self, tensor: Tensor, site: Site) -> Exact:
+        """Keep a tensor that is not plain and dense (a subclass, sparse, nested, ...) without looking into it."""
+        try:
+            storage = tensor.untyped_storage()
+            nbytes = 0 if storage.device.type == "meta" else storage.nbytes()  # fake tensors have meta storage
+        except (NotImplementedError, RuntimeError):
+            nbytes = 0
+        if roles.weight_like(tensor):
+            site = site._replace(role="weight")
+        else:
+            self._record(site, codecs.EXACT, nbytes, nbytes)
+        return _keep_exact(tensor, site)
 
-    @staticmethod
-    def _keep_opaque(tensor: Tensor) -> Opaque:
-        return Opaque(tensor.detach())
+    def _new_site(self, key: tuple[str, str, str, torch.dtype]) -> _SiteState:
+        *names, dtype = key
+        site = Site(*names)
+        state = self._sites[key] = _SiteState(site, self._policy.codec(site, dtype))
+        return state
+
+    def _row(self, site: Site, codec: str) -> list[int]:
+        row = self._rows.get((site, codec))
+        if row is None:
+            row = self._rows[site, codec] = [0, 0, 0]
+        return row
+
+    def _record(self, site: Site, codec: str, original_bytes: int, stored_bytes: int) -> None:
+        row = self._row(site, codec)
+        row[0] += 1
+        row[1] += original_bytes
+        row[2] += stored_bytes
+
+    def _look_for_other_hooks(self) -> None:
+        """Only the innermost pair of hooks runs: say so if it is not ours."""
+        innermost = _top_hooks(False)
+        if innermost and innermost[0] is not self._hooks[0]:
+            self._ledger.note(
+                f"Some of this step ran under other hooks inside the session, by {_owner(innermost[0])}; "
+                "what was saved there is neither compressed nor counted."
+            )
+
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def _owner(pack_hook: Any) -> str:
+    """Who a pack hook belongs to, by name."""
+    function = getattr(pack_hook, "__func__", pack_hook)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', '?')}.{name.split('.')[0]}"
+
+
+def _keep_exact(tensor: Tensor, site: Site) -> Exact:
+    # Detached: holding an output of the node that holds us would be a cycle that only gc could free.
+    kept = tensor.detach()
+    try:
+        return Exact(kept, kept._version, site)
+    except RuntimeError:  # an inference tensor
+        return Exact(kept, None, site)
 
 
 def _is_plain(tensor: Tensor) -> bool:
     """A strided tensor of torch's own with real storage."""
-    return (type(tensor) is Tensor or type(tensor) is nn.Parameter) and (
-        tensor.layout is torch.strided and tensor.device.type != "meta" and not tensor.is_quantized
+    return (
+        (type(tensor) is Tensor or type(tensor) is nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not tensor.is_quantized
     )

@@ -94,21 +94,26 @@ def _plain(buckets: dict[str, Bucket]) -> dict[str, dict[str, float]]:
     return {name: bucket.to_dict() for name, bucket in buckets.items()}
 
 
+#: Sums of one context: by site and codec, [tensors, original bytes, stored bytes].
+Rows = dict[tuple[Site, str], list[int]]
+
+
 class Ledger:
     """Counts for one session, from any number of threads.
 
-    Payloads are watched through weak references, never held. The callbacks of those run whenever a graph dies, in
-    the middle of anything, so all they do is one atomic operation on a set, without a lock.
+    Each context writes into rows of its own; they are added up when somebody asks. Payloads are watched through weak
+    references, never held. The callbacks of those run whenever a graph dies, in the middle of anything, so all they
+    do is one atomic operation on a set, without a lock.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._live: set[_Watch] = set()
-        self._open()
         self.steps = 0
+        self._forget()
 
-    def _open(self) -> None:
-        self._sites: dict[tuple[Site, str], list[int]] = {}
+    def _forget(self) -> None:
+        self._rows: list[Rows] = []
         self._weights: dict[int, int] = {}
         self._not_freed: dict[str, int] = {}
         self._notes: list[str] = []
@@ -116,23 +121,21 @@ class Ledger:
     def begin_step(self) -> None:
         """Forget the step before."""
         with self._lock:
-            self._open()
+            self._forget()
             self.steps += 1
 
-    def record(self, site: Site, codec: str, original_bytes: int, stored_bytes: int) -> None:
-        """Count one saved tensor; bytes are 0 for storage, or a payload, that is counted already."""
-        with self._lock:
-            row = self._sites.get((site, codec))
-            if row is None:
-                row = self._sites[site, codec] = [0, 0, 0]
-            row[0] += 1
-            row[1] += original_bytes
-            row[2] += stored_bytes
+    def rows(self) -> Rows:
+        """New rows, for one context of this step."""
+        rows: Rows = {}
+        self._rows.append(rows)
+        return rows
 
     def record_weight(self, address: int, nbytes: int) -> None:
+        """Count the storage of a parameter, or of a view or copy of one, once."""
         self._weights[address] = nbytes
 
     def record_not_freed(self, op: str, nbytes: int) -> None:
+        """Count storage that was compressed and is still held by somebody."""
         with self._lock:
             self._not_freed[op] = self._not_freed.get(op, 0) + nbytes
 
@@ -151,14 +154,15 @@ class Ledger:
         return sum(watch.nbytes for watch in self._live.copy())
 
     def stats(self) -> Stats:
-        with self._lock:
-            stats = Stats(
-                steps=self.steps,
-                weight_bytes=sum(self._weights.values()),
-                not_freed=dict(self._not_freed),
-                notes=list(self._notes),
-            )
-            for key, row in self._sites.items():
+        """The sums of this step so far."""
+        stats = Stats(
+            steps=self.steps,
+            weight_bytes=sum(list(self._weights.values())),
+            not_freed=dict(self._not_freed),
+            notes=list(self._notes),
+        )
+        for rows in list(self._rows):
+            for key, row in list(rows.items()):
                 site, codec = key
                 for bucket in (
                     stats,

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8hooks
-from fp8hooks.roles import Call, role_of
+from fp8hooks.callsite import Call, Op
+from fp8hooks.roles import role_of
 from fp8hooks.saved import Site
 from tests import models
 
@@ -50,7 +51,11 @@ def active(*shape: int) -> Tensor:
         (lambda: F.softmax(active(4, 64), -1), "softmax", {"probability"}),
         (lambda: active(4, 64).softmax(-1), "softmax", {"probability"}),
         (lambda: F.log_softmax(active(4, 64), -1), "log_softmax", {"log_prob"}),
-        (lambda: F.cross_entropy(active(4, 64), torch.zeros(4).long()), "cross_entropy_loss", {"log_prob", "index"}),
+        (
+            lambda: F.cross_entropy(active(4, 64), torch.zeros(4).long()),
+            "cross_entropy_loss",
+            {"log_prob", "index", "statistic"},
+        ),
         (lambda: F.layer_norm(active(4, 64), (64,)), "layer_norm", {"activation", "statistic"}),
         (lambda: nn.BatchNorm1d(64)(active(4, 64)), "batch_norm", {"activation", "statistic"}),
         (lambda: nn.Embedding(9, 8)(torch.zeros(4).long()), "embedding", {"index"}),
@@ -89,7 +94,7 @@ def test_attention_in_all_its_parts() -> None:
 def test_logsumexp_is_a_statistic_in_every_shape_that_a_backend_gives_it(shape, dtype) -> None:
     q, k, v = (torch.randn(2, 4, 32, 16, dtype=dtype) for _ in range(3))
     call = Call(F.scaled_dot_product_attention, (q, k, v), {})
-    assert role_of(torch.randn(shape), "scaled_dot_product_attention", call) == "statistic"
+    assert role_of(torch.randn(shape), Op("scaled_dot_product_attention", False), call) == "statistic"
 
 
 def test_attention_inside_torchs_own_functions() -> None:

@@ -1,0 +1,1 @@
+"""Other frameworks, each imported only where it is in use already."""
