@@ -27,7 +27,20 @@ BOUND = 0.15
 
 # Operators whose gradient is further off than that, with what was seen, until the policy keeps them exact (or stores
 # them better).
-WORSE: dict[str, float] = {}
+WORSE: dict[str, float] = {
+    # Softmax's backward subtracts a mean weighted by the probabilities, which in E4M3 do not sum to one. Widths of 3 and
+    # 4, where nothing averages out.
+    "nn_MultiheadAttention": 2.6,
+    "nn_TransformerEncoder": 0.72,
+    "nn_TransformerEncoderLayer": 0.64,
+    "nn_TransformerDecoderLayer": 0.55,
+    "nn_Transformer": 0.56,
+    # 1 - y**2 of saturated tanh.
+    "nn_RNN": 0.36,
+}
+
+# Some operators have thousands of samples that differ in little; this many of each, evenly spread, are taken.
+MOST_SAMPLES = 40
 
 # Operators that give different results from call to call, or leave some of them unwritten.
 RANDOM = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
@@ -65,8 +78,13 @@ def gradients(call, inputs: list[Tensor], session: fp8hooks.Session | None) -> t
     return [o.detach() for o in outputs], list(grads)
 
 
+def spread(given: Any) -> list[Any]:
+    everything = list(given)
+    return everything[:: -(-len(everything) // MOST_SAMPLES)]
+
+
 def samples(op: Any) -> Iterator[tuple[Any, list[Tensor]]]:
-    for sample in op.sample_inputs("cpu", torch.float32, requires_grad=True):
+    for sample in spread(op.sample_inputs("cpu", torch.float32, requires_grad=True)):
         leaves = [
             leaf
             for leaf in tree_leaves((sample.input, sample.args, sample.kwargs))
@@ -134,7 +152,7 @@ def _only_that_it_runs(call, leaves: list[Tensor]) -> float:
 def test_modules(info) -> None:
     inputs = info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=True, training=True)
     worst = 0.0
-    for given in inputs:
+    for given in spread(inputs):
         torch.manual_seed(0)
         module = info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs)
         arguments = given.forward_input
