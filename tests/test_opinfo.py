@@ -28,8 +28,8 @@ BOUND = 0.15
 # Operators whose gradient is further off than that, with what was seen, until the policy keeps them exact (or stores
 # them better).
 WORSE: dict[str, float] = {
-    # Softmax's backward subtracts a mean weighted by the probabilities, which in E4M3 do not sum to one. Widths of 3 and
-    # 4, where nothing averages out.
+    # Softmax's backward subtracts a mean weighted by the probabilities, which in E4M3 do not sum to one. Widths of 3
+    # and 4, where nothing averages out.
     "nn_MultiheadAttention": 2.6,
     "nn_TransformerEncoder": 0.72,
     "nn_TransformerEncoderLayer": 0.64,
