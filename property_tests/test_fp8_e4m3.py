@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fp8hooks import codecs
-from fp8hooks.codecs.fp8_e4m3 import power_of_two
+from fp8hooks.codecs.minifloat import power_of_two
 from property_tests.strategies import DTYPES, any_values, block_sizes, dtypes, finite, seeds
 from property_tests.test_codecs import roundtrip
 

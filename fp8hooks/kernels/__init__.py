@@ -8,32 +8,36 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-__all__ = ["e4m3_decode", "e4m3_encode", "int8_decode", "int8_encode"]
+if TYPE_CHECKING:
+    from fp8hooks.codecs.minifloat import Format
+
+__all__ = ["int8_decode", "int8_encode", "minifloat_decode", "minifloat_encode"]
 
 
-def e4m3_encode(flat: Tensor, buffer: Tensor, block_size: int, scales_offset: int) -> bool:
+def minifloat_encode(form: Format, flat: Tensor, buffer: Tensor, block_size: int, scales_offset: int) -> bool:
     """Encode `flat` (float32, bfloat16 or float16, contiguous) into `buffer` (uint8, scales from `scales_offset`)."""
-    module = _load("e4m3")
-    return module is not None and module.encode(flat, buffer, block_size, scales_offset)
+    module = _load("minifloat")
+    return module is not None and module.encode(form, flat, buffer, block_size, scales_offset)
 
 
-def e4m3_decode(buffer: Tensor, out: Tensor, block_size: int, scales_offset: int) -> bool:
-    """Decode `buffer`, as `e4m3_encode` writes it, into `out` (flat, contiguous, any of the three dtypes)."""
-    module = _load("e4m3")
-    return module is not None and module.decode(buffer, out, block_size, scales_offset)
+def minifloat_decode(form: Format, buffer: Tensor, out: Tensor, block_size: int, scales_offset: int) -> bool:
+    """Decode `buffer`, as `minifloat_encode` writes it, into `out` (flat, contiguous, any of the three dtypes)."""
+    module = _load("minifloat")
+    return module is not None and module.decode(form, buffer, out, block_size, scales_offset)
 
 
 def int8_encode(flat: Tensor, buffer: Tensor, block_size: int, scales_offset: int) -> bool:
-    """As `e4m3_encode`, for INT8."""
+    """As `minifloat_encode`, for INT8."""
     module = _load("int8")
     return module is not None and module.encode(flat, buffer, block_size, scales_offset)
 
 
 def int8_decode(buffer: Tensor, out: Tensor, block_size: int, scales_offset: int) -> bool:
-    """As `e4m3_decode`, for INT8."""
+    """As `minifloat_decode`, for INT8."""
     module = _load("int8")
     return module is not None and module.decode(buffer, out, block_size, scales_offset)
 
