@@ -107,6 +107,7 @@ class Format:
         big = scaled.view(torch.int32) & 0x7F800000
         big.clamp_(min=(128 - self.bias) << 23).add_(((23 - self.mantissa) << 23) | 0x400000)
         rounded = (scaled + big.view(torch.float32)).sub_(big.view(torch.float32))
+        rounded.copysign_(scaled)  # what became zero has lost its sign
         half = rounded.mul_(2.0**-self.half_exponent).to(torch.float16).view(torch.int16)
         return ((half >> self.half_shift) & 0x7F) | ((half >> 8) & 0x80)
 
