@@ -88,8 +88,9 @@ class Int8(BlockCodec):
         else:
             steps.round_()
         if not on_cpu or not bool(one_sided.all()):
-            flushed = (steps == 0) & (clean != 0) & ~one_sided[:, None]
-            steps = torch.where(flushed, clean.sign(), steps)
+            # One step of its sign for what is not zero and would be; arithmetic, since torch.where is slow on CPUs.
+            flushed = (1 - steps.abs()).clamp_(min=0)
+            steps.add_(flushed.mul_(clean.sign()).mul_(choose(one_sided, 0.0, 1.0)[:, None]))
         steps.sub_(choose(one_sided, 128.0, 0.0)[:, None])
         if not finite:
             infinity = torch.where(one_sided[:, None], 126.0, rows.float().sign() * 127)
