@@ -34,7 +34,7 @@ class Rule:
     smaller than `CompressConfig.min_numel`) stays exact whatever a rule says.
 
     Attributes:
-        codec: name of a codec: `exact`, `fp8_e4m3`, `int8`.
+        codec: name of a codec: `exact`, `fp8_e4m3`, `fp8_e3m4`, `fp8_e5m2`, `int8`.
         module: glob pattern for the path of the module that saves, as in `named_modules()`: `"layers.*.mlp"`.
         op: glob pattern for the operation: `"linear"`, `"scaled_dot_product_*"`; a custom `autograd.Function` is
             `"Function.<its class>"`.
