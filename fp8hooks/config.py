@@ -30,11 +30,12 @@ ROLES = (
 class Rule:
     """Which codec to use for the saved tensors that match; the first rule that matches wins, before the default policy.
 
-    A pattern that is None matches everything. A tensor that no lossy codec can hold (integers, float64, weights, one
-    smaller than `CompressConfig.min_numel`) stays exact whatever a rule says.
+    A pattern that is None matches everything; a rule does not match a tensor whose dtype its codec can't hold.
+    Weights, and tensors smaller than `CompressConfig.min_numel`, stay exact whatever a rule says.
 
     Attributes:
-        codec: name of a codec: `exact`, `fp8_e4m3`, `fp8_e3m4`, `fp8_e5m2`, `int8`.
+        codec: name of a codec: `exact`; for float32, bfloat16 and float16 `fp8_e4m3`, `fp8_e3m4`, `fp8_e5m2`, `int8`;
+            without loss, `bits` (bool, and floats of two values one of which is 0) and `narrow` (int64, int32).
         module: glob pattern for the path of the module that saves, as in `named_modules()`: `"layers.*.mlp"`.
         op: glob pattern for the operation: `"linear"`, `"scaled_dot_product_*"`; a custom `autograd.Function` is
             `"Function.<its class>"`.
@@ -93,7 +94,7 @@ class CompressConfig:
             _typed("memory_savings", self.memory_savings, numbers.Real, "a number from 0 to 1, or None")
             if not 0 <= self.memory_savings <= 1:
                 raise ValueError(f"memory_savings: {self.memory_savings!r} given, a number from 0 to 1 allowed")
-        _one_of("format", self.format, codecs.NAMES)
+        _one_of("format", self.format, (codecs.EXACT, *codecs.LOSSY))
         _whole("block_size", self.block_size, 16, 1024)
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size: {self.block_size} given, a power of two from 16 to 1024 allowed")

@@ -32,8 +32,10 @@ DEFAULT: tuple[Rule, ...] = (
     # logsumexp, mean, rstd: small, and everything is multiplied or exponentiated by them. With them in E4M3 the
     # gradient was off by 0.32 in the median parameter, exact by 0.09 (byte LM).
     Rule("exact", role="statistic"),
-    Rule("exact", role="mask"),
-    Rule("exact", role="index"),
+    # Lossless, an eighth of the bytes.
+    Rule("bits", role="mask"),
+    # Lossless; max-pooling's int64 indices are twice the bytes of what they index.
+    Rule("narrow", role="index"),
     # Not ours to judge: a custom autograd.Function may do anything with what it saves.
     Rule("exact", op="Function.*"),
     Rule("exact", op="unknown"),
@@ -41,8 +43,8 @@ DEFAULT: tuple[Rule, ...] = (
     Rule("exact", op="multi_head_attention_forward"),
     *(Rule("exact", op=op) for op in _EXACT_OPS),
     # Dropout's noise on a CPU is a float tensor of two values; FP8 would bias the whole gradient (1.4286 to 1.375).
-    # INT8's largest code is the block's largest value, so both values come back.
-    Rule("int8", op="*dropout*"),
+    # It is a mask times a value, and stored as that.
+    Rule("bits", op="*dropout*"),
     # Attention's backward rebuilds softmax(q k) from q, k and logsumexp, and so amplifies their error: with E4M3 the
     # gradient was off by 0.094, with INT8 by 0.024 (byte LM), at the same bytes.
     Rule("int8", role="attention_*"),
@@ -74,10 +76,11 @@ class Policy:
         return answer
 
     def _decide(self, site: Site, dtype: torch.dtype) -> str:
-        if dtype not in codecs.FLOATS or site.role == "weight":
+        if site.role == "weight":
             return codecs.EXACT
         rules = (*self._user_rules, *DEFAULT)
-        return next((rule.codec for rule in rules if matches(rule, site, dtype)), self._format)
+        found = next((rule.codec for rule in rules if matches(rule, site, dtype)), self._format)
+        return found if codecs.holds(found, dtype) else codecs.EXACT
 
     def accepts(self, site: Site, dtype: torch.dtype, stored: str) -> bool:
         """Whether a payload that another site had stored as `stored` serves at this one too.
@@ -94,6 +97,7 @@ def matches(rule: Rule, site: Site, dtype: torch.dtype) -> bool:
     """Whether a rule speaks of a tensor of `dtype` saved at `site`."""
     return (
         (rule.dtype is None or rule.dtype == dtype)
+        and codecs.holds(rule.codec, dtype)
         and _glob(rule.role, site.role)
         and _glob(rule.op, site.op)
         and _glob(rule.module, site.module)

@@ -45,6 +45,21 @@ def role_of(tensor: Tensor, op: Op, call: Call | None) -> str:
     return _BY_OP.get(op.name, _elementwise_role)(tensor, op, call, position, largest)
 
 
+# Operations that make the indices which they save: positions in what they are given.
+_INDEXING = frozenset(
+    {f"max_pool{n}d{tail}" for n in (1, 2, 3) for tail in ("", "_with_indices")}
+    | {f"adaptive_max_pool{n}d" for n in (2, 3)}
+    | {"topk", "sort", "argsort", "max", "min", "kthvalue", "median", "mode", "cummax", "cummin"}
+)
+
+
+def limit_of(op: Op, call: Call | None) -> int | None:
+    """What all of an operation's integers are known to be under, without a look at them; None if not known."""
+    if call is None or op.name not in _INDEXING:
+        return None
+    return max((operand.numel() for _, operand in tensors_of(call)), default=None)
+
+
 def weight_like(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter (or another leaf that requires grad), a view of one, or a cast copy of one.
 

@@ -232,10 +232,17 @@ class _Context:
         shape = identity.geometry(tensor.shape, tensor.stride())
         if shape is None or shape.numel < self._min_numel or tensor.is_neg():
             return self._save_exact(tensor, state, address, charge)
-        return self._save_packed(tensor, state, address, charge, shape)
+        return self._save_packed(tensor, state, address, charge, shape, op, call)
 
     def _save_packed(
-        self, tensor: Tensor, state: _SiteState, address: int, charge: int, shape: Geometry
+        self,
+        tensor: Tensor,
+        state: _SiteState,
+        address: int,
+        charge: int,
+        shape: Geometry,
+        op: Op,
+        call: Call | None,
     ) -> Exact | Packed:
         # The pointer too, since a storage may be resized, and so move, without a new version.
         key = (address, tensor.data_ptr(), shape.core, tensor.dtype, tensor._version)
@@ -246,7 +253,10 @@ class _Context:
             return Packed(payload, shape)
         if self._plan is not None and self.recorder.next_save(state.site) in self._plan.exact:
             return self._save_exact(tensor, state, address, charge)
-        payload = codecs.get(state.codec, self._block_size).encode(identity.flatten(tensor.detach(), shape))
+        flat = identity.flatten(tensor.detach(), shape)
+        payload = codecs.get(state.codec, self._block_size).encode(flat, roles.limit_of(op, call))
+        if payload is None:
+            return self._save_exact(tensor, state, address, charge)
         self._payloads[key] = weakref.ref(payload)
         self._compressed.setdefault(address, (state.site.op, tensor.untyped_storage().nbytes()))
         self._ledger.watch(payload)

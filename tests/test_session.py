@@ -349,3 +349,39 @@ def test_on_a_gpu_the_memory_is_really_given_back() -> None:
     held(None)  # gradients, workspaces
     held(fp8hooks.compress())
     assert held(fp8hooks.compress()) < 0.55 * held(None)
+
+
+def test_masks_and_indices_take_fewer_bytes_and_lose_nothing() -> None:
+    x = torch.randn(8, 4, 32, 32, requires_grad=True)
+    pool = nn.MaxPool2d(2)
+
+    def run(session):
+        x.grad = None
+        torch.manual_seed(3)
+        with session:
+            h = F.dropout(pool(x * 1), 0.3)
+            loss = torch.where(h > 0.5, h, 0).sum()
+        loss.backward()
+        return x.grad.clone()
+
+    session = fp8hooks.compress()
+    assert torch.equal(run(session), run(fp8hooks.compress(rules=[Rule("exact")])))
+    indices = session.stats.by_codec["narrow"]
+    assert indices.stored_bytes * 4 == indices.original_bytes == 8 * 4 * 16 * 16 * 8
+    masks = session.stats.by_codec["bits"]
+    # where's bool mask, and dropout's float noise of two values
+    assert masks.stored_bytes == 2 * (8 * 4 * 16 * 16 // 8) + 8
+
+
+def test_a_rule_whose_codec_cannot_hold_the_dtype_does_not_match() -> None:
+    x = torch.randn(64, 64, requires_grad=True) * 1
+    session = fp8hooks.compress(rules=[Rule("narrow"), Rule("bits", role="mask"), Rule("int8")])
+    with session:
+        keep = [x.sin(), torch.where(x > 0, x, 0), x.gather(0, torch.zeros(64, 64, dtype=torch.long))]
+    assert len(keep) == 3
+    assert {(site.op, codec) for site, codec in session.stats.sites} == {
+        ("sin", "int8"),
+        ("where", "bits"),
+        ("gather", "narrow"),
+        ("gather", "int8"),  # of what it gathers from it needs the sizes
+    }

@@ -1,30 +1,40 @@
-"""Storage formats, by name. A new codec is one file here and one line in `_CODECS`."""
+"""Storage formats, by name. A new codec is one file here and one name below."""
 
 from __future__ import annotations
 
 import functools
 
+import torch
+
 from fp8hooks.codecs.base import FLOATS, BlockCodec, Codec, Payload
+from fp8hooks.codecs.bits import Bits
 from fp8hooks.codecs.fp8_e3m4 import Fp8E3M4
 from fp8hooks.codecs.fp8_e4m3 import Fp8E4M3
 from fp8hooks.codecs.fp8_e5m2 import Fp8E5M2
 from fp8hooks.codecs.int8 import Int8
+from fp8hooks.codecs.narrow import Narrow
 
-__all__ = ["EXACT", "FLOATS", "LOSSY", "NAMES", "BlockCodec", "Codec", "Payload", "get"]
+__all__ = ["EXACT", "FLOATS", "LOSSLESS", "LOSSY", "NAMES", "BlockCodec", "Codec", "Payload", "get", "holds"]
 
 #: The name that means "keep the tensor as it is"; it has no codec object.
 EXACT = "exact"
 
-_CODECS: dict[str, type[BlockCodec]] = {codec.name: codec for codec in (Fp8E4M3, Fp8E3M4, Fp8E5M2, Int8)}
+_LOSSY: dict[str, type[BlockCodec]] = {codec.name: codec for codec in (Fp8E4M3, Fp8E3M4, Fp8E5M2, Int8)}
+_LOSSLESS: dict[str, type[Bits] | type[Narrow]] = {codec.name: codec for codec in (Bits, Narrow)}
 
-#: Names of the codecs that store an approximation.
-LOSSY = tuple(_CODECS)
+#: Names of the codecs that store an approximation, and of those that do not.
+LOSSY, LOSSLESS = tuple(_LOSSY), tuple(_LOSSLESS)
 
-#: Every name that `CompressConfig.format` and `Rule.codec` may take.
-NAMES = (EXACT, *LOSSY)
+#: Every name that `Rule.codec` may take.
+NAMES = (EXACT, *LOSSY, *LOSSLESS)
 
 
 @functools.cache
 def get(name: str, block_size: int) -> Codec:
-    """The codec called `name` (one of `LOSSY`) with scales for blocks of `block_size` elements."""
-    return _CODECS[name](block_size)
+    """The codec called `name` (any of `NAMES` but `exact`); lossy ones have scales for `block_size` elements."""
+    return _LOSSY[name](block_size) if name in _LOSSY else _LOSSLESS[name]()
+
+
+def holds(name: str, dtype: torch.dtype) -> bool:
+    """Whether the codec called `name` takes tensors of `dtype`."""
+    return name == EXACT or dtype in (_LOSSY.get(name) or _LOSSLESS[name]).dtypes

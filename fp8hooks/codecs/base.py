@@ -58,10 +58,20 @@ class Codec(abc.ABC):
     """One storage format. Instances are immutable and shared; equal names and settings give equal bytes."""
 
     name: str
+    #: What it takes.
+    dtypes: frozenset[torch.dtype]
 
     @abc.abstractmethod
-    def encode(self, flat: Tensor) -> Payload:
-        """Store `flat` (one dimension, contiguous, a dtype of `FLOATS`, at least one element)."""
+    def encode(self, flat: Tensor, limit: int | None = None) -> Payload | None:
+        """Store `flat` (one dimension, contiguous, a dtype of `dtypes`, at least one element).
+
+        Args:
+            flat: what to store.
+            limit: if given, all elements are known to be whole numbers from 0 up to less than this.
+
+        Returns:
+            None if this codec can't hold these values, or can't tell without waiting for a GPU.
+        """
 
     @abc.abstractmethod
     def decode(self, payload: Payload) -> Tensor:
@@ -69,7 +79,7 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def nbytes(self, numel: int) -> int:
-        """Bytes that `numel` elements take once encoded, scales included."""
+        """The most bytes that `numel` elements take once encoded, scales included."""
 
     @abc.abstractmethod
     def error_bound(self, flat: Tensor) -> Tensor:
@@ -87,6 +97,7 @@ class BlockCodec(Codec):
     scales. A last block that is not full has its own scale.
     """
 
+    dtypes = FLOATS
     scale_dtype: torch.dtype
 
     def __init__(self, block_size: int) -> None:
@@ -142,7 +153,7 @@ class BlockCodec(Codec):
 
     # The protocol
 
-    def encode(self, flat: Tensor) -> Payload:
+    def encode(self, flat: Tensor, limit: int | None = None) -> Payload:
         buffer = torch.empty(self.nbytes(flat.numel()), dtype=torch.uint8, device=flat.device)
         if flat.device.type == "cuda" and self.encode_kernel(flat, buffer):
             return Payload(self, buffer, flat.numel(), flat.dtype)
