@@ -1,7 +1,8 @@
 """Keep what autograd saves for backward in 8 bits an element: half the activation memory, forward untouched."""
 
+from fp8hooks.audit import Audit, audit
 from fp8hooks.config import CompressConfig, Rule
 from fp8hooks.session import Session, compress
 
-__all__ = ["CompressConfig", "Rule", "Session", "compress"]
+__all__ = ["Audit", "CompressConfig", "Rule", "Session", "audit", "compress"]
 __version__ = "0.1.0"

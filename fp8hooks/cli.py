@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from rich.console import Console
 
 import fp8hooks
+from fp8hooks import auditing
+from fp8hooks.bench import numerics
 from fp8hooks.demo import main as demo
 
 
@@ -24,17 +26,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0 if all went well, 2 after one line on bad input."""
     parser = _Parser(prog="fp8hooks", description=fp8hooks.__doc__)
     parser.add_argument("--version", action="version", version=fp8hooks.__version__)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
-    demo_parser = commands.add_parser("demo", help="train a small model on real text, exact and compressed")
-    demo.add_arguments(demo_parser)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add(commands, "demo", "train a small model on real text, exact and compressed", demo.add_arguments, demo.run)
+    _add(commands, "audit", "the gradient's error of a model of yours", auditing.add_arguments, auditing.run)
+    bench = commands.add_parser("bench", help="measure").add_subparsers(metavar="BENCH", required=True)
+    _add(bench, "numerics", "the gradient's error by format", numerics.add_arguments, numerics.run)
     options = parser.parse_args(arguments)
     try:
-        demo.run(options, Console())
+        options.run(options, Console())
     except ValueError as error:
-        demo_parser.error(str(error))
+        options.parser.error(str(error))
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _add(
+    commands: argparse._SubParsersAction[_Parser],
+    name: str,
+    text: str,
+    add_arguments: Callable[[argparse.ArgumentParser], None],
+    run: Callable[[argparse.Namespace, Console], None],
+) -> None:
+    parser = commands.add_parser(name, help=text)
+    add_arguments(parser)
+    parser.set_defaults(run=run, parser=parser)
 
 
 if __name__ == "__main__":

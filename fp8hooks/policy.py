@@ -66,6 +66,7 @@ class Policy:
         self._user_rules = config.rules
         self._format = config.format
         self._answers: dict[tuple[Site, torch.dtype], str] = {}
+        self._used: set[Rule] = set()
 
     def codec(self, site: Site, dtype: torch.dtype) -> str:
         """The name of the codec for a tensor of `dtype` saved at `site`."""
@@ -78,9 +79,17 @@ class Policy:
     def _decide(self, site: Site, dtype: torch.dtype) -> str:
         if site.role == "weight":
             return codecs.EXACT
-        rules = (*self._user_rules, *DEFAULT)
-        found = next((rule.codec for rule in rules if matches(rule, site, dtype)), self._format)
+        found = self._format
+        for rule in (*self._user_rules, *DEFAULT):
+            if matches(rule, site, dtype):
+                self._used.add(rule)
+                found = rule.codec
+                break
         return found if codecs.holds(found, dtype) else codecs.EXACT
+
+    def unused(self) -> list[Rule]:
+        """The user's rules that no saved tensor has matched so far."""
+        return [rule for rule in self._user_rules if rule not in self._used]
 
     def accepts(self, site: Site, dtype: torch.dtype, stored: str) -> bool:
         """Whether a payload that another site had stored as `stored` serves at this one too.

@@ -61,7 +61,7 @@ class Report:
         rows: dict[tuple[str, ...], Bucket] = {}
         for (site, codec), bucket in self.stats.sites.items():
             row = rows.setdefault(_names(site, codec, self.by_module), Bucket())
-            row.add(bucket.tensors, bucket.original_bytes, bucket.stored_bytes)
+            row.add(bucket.tensors, bucket.original_bytes, bucket.stored_bytes, bucket.elements)
         for names, bucket in sorted(rows.items(), key=lambda item: -item[1].original_bytes):
             if bucket.original_bytes or bucket.stored_bytes:
                 yield list(names), bucket

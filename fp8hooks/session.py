@@ -118,6 +118,8 @@ class Session:
             self._leave()
         if kind is None:
             self._make_plan(context)
+            for rule in self._policy.unused():
+                self._ledger.note(f"{rule} matched nothing.")
 
     @property
     def _stack(self) -> list[_Context]:
@@ -260,7 +262,7 @@ class _Context:
         self._payloads[key] = weakref.ref(payload)
         self._compressed.setdefault(address, (state.site.op, tensor.untyped_storage().nbytes()))
         self._ledger.watch(payload)
-        self._record(state.site, state.codec, charge, payload.nbytes)
+        self._record(state.site, state.codec, charge, payload.nbytes, payload.numel)
         if self._plan is None:
             self.recorder.compressed(self.recorder.next_save(state.site), charge, payload.nbytes)
         return Packed(payload, shape)
@@ -301,14 +303,15 @@ class _Context:
     def _row(self, site: Site, codec: str) -> list[int]:
         row = self._rows.get((site, codec))
         if row is None:
-            row = self._rows[site, codec] = [0, 0, 0]
+            row = self._rows[site, codec] = [0, 0, 0, 0]
         return row
 
-    def _record(self, site: Site, codec: str, original_bytes: int, stored_bytes: int) -> None:
+    def _record(self, site: Site, codec: str, original_bytes: int, stored_bytes: int, elements: int = 0) -> None:
         row = self._row(site, codec)
         row[0] += 1
         row[1] += original_bytes
         row[2] += stored_bytes
+        row[3] += elements
 
     def _look_for_other_hooks(self) -> None:
         """Only the innermost pair of hooks runs: say so if it is not ours."""

@@ -19,16 +19,19 @@ class Bucket:
         tensors: how often autograd saved one.
         original_bytes: unique storage that autograd would have held for them; the first to save it is charged.
         stored_bytes: bytes held in its place.
+        elements: elements of the payloads that were made.
     """
 
     tensors: int = 0
     original_bytes: int = 0
     stored_bytes: int = 0
+    elements: int = 0
 
-    def add(self, tensors: int, original_bytes: int, stored_bytes: int) -> None:
+    def add(self, tensors: int, original_bytes: int, stored_bytes: int, elements: int) -> None:
         self.tensors += tensors
         self.original_bytes += original_bytes
         self.stored_bytes += stored_bytes
+        self.elements += elements
 
     @property
     def savings(self) -> float:
@@ -40,6 +43,7 @@ class Bucket:
             "tensors": self.tensors,
             "original_bytes": self.original_bytes,
             "stored_bytes": self.stored_bytes,
+            "elements": self.elements,
             "savings": self.savings,
         }
 
@@ -94,7 +98,7 @@ def _plain(buckets: dict[str, Bucket]) -> dict[str, dict[str, float]]:
     return {name: bucket.to_dict() for name, bucket in buckets.items()}
 
 
-#: Sums of one context: by site and codec, [tensors, original bytes, stored bytes].
+#: Sums of one context: by site and codec, [tensors, original bytes, stored bytes, elements].
 Rows = dict[tuple[Site, str], list[int]]
 
 

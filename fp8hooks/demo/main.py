@@ -50,7 +50,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         size=SIZES[options.size],
         text=text.load(options.text),
         steps=options.steps,
-        device=_device(options.device),
+        device=find_device(options.device),
         dtype=DTYPES[options.dtype],
         seed=options.seed,
     )
@@ -119,7 +119,12 @@ def _title(setup: Setup, options: argparse.Namespace) -> str:
     return f"{parameters / 1e6:.1f} M parameters, {options.dtype}, {device}, torch {torch.__version__}"
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """The device that `--device` names.
+
+    Raises:
+        ValueError: there is none of that name here, or it is neither a CPU nor a GPU.
+    """
     try:
         device = torch.device(name)
         torch.empty(1, device=device)

@@ -1,0 +1,1 @@
+"""`fp8hooks bench`: measurements, each runnable by anyone."""

@@ -1,0 +1,50 @@
+"""The benches run and say what they measured; figures are for the GPU and the README, not for tests."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("sklearn", reason="bench numerics trains on scikit-learn's digits")
+
+from fp8hooks import cli
+from fp8hooks.bench.models import SUBJECTS
+from fp8hooks.bench.numerics import NOISE, SETTINGS
+
+
+def test_numerics_measures_every_setting_on_every_model(capsys, tmp_path) -> None:
+    out = tmp_path / "numerics.json"
+    assert cli.main(["bench", "numerics", "--steps", "3", "--batches", "1", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    results = json.loads(out.read_text())
+    assert {(r["model"], r["setting"]) for r in results} == {(m, s) for m in SUBJECTS for s in (*SETTINGS, NOISE)}
+    for name in (*SUBJECTS, NOISE):
+        assert name in printed
+    for result in results:
+        if result["setting"] == "policy":
+            assert 0 < result["error"] < 0.1
+            assert result["median"] <= result["worst"]
+            assert 1.0 < result["bytes_per_element"] <= 1.05
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_subjects_learn(name) -> None:
+    torch.manual_seed(0)
+    subject = SUBJECTS[name](torch.device("cpu"))
+    batches = [subject.next_batch() for _ in range(2)]
+    with torch.no_grad():
+        before = sum(float(subject.model(*batch)) for batch in batches)
+    subject.train(8)
+    with torch.no_grad():
+        after = sum(float(subject.model(*batch)) for batch in batches)
+    assert after < before
+
+
+def test_bad_options(capsys) -> None:
+    for arguments, words in ((["--steps", "0"], "--steps"), (["--device", "abacus"], "no device 'abacus'")):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["bench", "numerics", *arguments])
+        assert stop.value.code == 2
+        assert words in capsys.readouterr().err
