@@ -11,7 +11,7 @@ from rich.console import Console
 
 import fp8hooks
 from fp8hooks import auditing
-from fp8hooks.bench import numerics
+from fp8hooks.bench import host, numerics
 from fp8hooks.demo import main as demo
 
 
@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add(commands, "audit", "the gradient's error of a model of yours", auditing.add_arguments, auditing.run)
     bench = commands.add_parser("bench", help="measure").add_subparsers(metavar="BENCH", required=True)
     _add(bench, "numerics", "the gradient's error by format", numerics.add_arguments, numerics.run)
+    _add(bench, "host", "what a save costs the host", host.add_arguments, host.run)
     options = parser.parse_args(arguments)
     try:
         options.run(options, Console())

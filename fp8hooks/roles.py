@@ -203,7 +203,8 @@ def _probability_role(tensor: Tensor, op: Op, call: Call | None, position: int |
 def _attention_role(tensor: Tensor, op: Op, call: Call | None, position: int | str | None, largest: int) -> str:
     """Roles in scaled dot product attention, whose arguments are query, key, value, mask."""
     if op.inner or call is None:
-        return _inner_attention_role(tensor)
+        # Inside another torch function (multi_head_attention_forward), where arguments are not known.
+        return _attention_by_product(tensor, 4, "attention_qk")
     if position in (0, 1, "query", "key"):
         return "attention_qk"
     if position in (2, "value"):
@@ -211,23 +212,23 @@ def _attention_role(tensor: Tensor, op: Op, call: Call | None, position: int | s
     if position is not None:
         # An additive mask or bias: it stands in the exponent, and many layers share it.
         return "statistic"
-    operands = [operand for _, operand in tensors_of(call)]
-    query, key = operands[0], operands[1]
-    if tensor.shape[-1] == 1 or (tensor.dim() < query.dim() and tensor._base is None and tensor.grad_fn is None):
-        # logsumexp: [batch, heads, length], with a unit dimension after from cuDNN.
-        return "statistic"
-    if tensor.shape[-1] == query.shape[-1]:
-        return "attention_vo" if tensor.shape == query.shape else "attention_qk"
-    return "probability" if tensor.shape[-1] == key.shape[-2] else "attention_qk"
+    query = next(operand for _, operand in tensors_of(call))
+    return _attention_by_product(tensor, query.dim(), "attention_vo" if tensor.shape == query.shape else "attention_qk")
 
 
-def _inner_attention_role(tensor: Tensor) -> str:
-    """The role where the arguments are not known: attention inside `multi_head_attention_forward`.
+def _attention_by_product(tensor: Tensor, dims: int, otherwise: str) -> str:
+    """The role of what attention makes itself, for a query of `dims` dimensions.
 
-    logsumexp has three dimensions and comes from no recorded operation; what else has three is a view or a product.
+    Fused kernels save the output and logsumexp, [batch, heads, length], with a unit dimension after from cuDNN. The
+    composite of plain operations saves the probabilities, dropout's mask, and operands of products in three
+    dimensions, none of which backward exponentiates.
     """
-    fresh = tensor.grad_fn is None and tensor._base is None
-    return "statistic" if tensor.dim() < 4 and fresh else "attention_qk"
+    node = tensor.grad_fn
+    if node is not None and "Softmax" in node.name():
+        return "probability"
+    if node is None and tensor._base is None:
+        return "statistic" if tensor.dim() < dims or tensor.shape[-1] == 1 else "mask"
+    return "activation" if tensor.dim() < dims else otherwise
 
 
 _Role = Callable[[Tensor, Op, Call | None, "int | str | None", int], str]

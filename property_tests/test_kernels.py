@@ -21,7 +21,11 @@ from property_tests.strategies import any_values, block_sizes
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 # Names and, for FP8, whether the hardware's conversion is used.
-VARIANTS = [*((name, {"native": False}) for name in codecs.LOSSY if name.startswith("fp8")), ("int8", {})]
+VARIANTS = [
+    *((name, {"native": False}) for name in codecs.LOSSY if name.startswith("fp8")),
+    ("int8", {}),
+    ("cubic8", {}),
+]
 if DEVICE == "cuda" and torch.cuda.get_device_capability() >= (8, 9):
     VARIANTS += [(name, {"native": True}) for name, _ in VARIANTS if name.startswith("fp8")]
 
@@ -37,8 +41,8 @@ def run(name: str, verb: str, *args, **options) -> bool:
     """Call the kernel of a codec past the choices that the codec makes."""
     import importlib
 
-    if name == "int8":
-        return getattr(importlib.import_module("fp8hooks.kernels.int8"), verb)(*args)
+    if not name.startswith("fp8"):
+        return getattr(importlib.import_module(f"fp8hooks.kernels.{name}"), verb)(*args)
     form = codecs.get(name, 128).format
     return getattr(importlib.import_module("fp8hooks.kernels.minifloat"), verb)(form, *args, **options)
 

@@ -8,6 +8,7 @@ import torch
 
 from fp8hooks.codecs.base import FLOATS, BlockCodec, Codec, Payload
 from fp8hooks.codecs.bits import Bits
+from fp8hooks.codecs.cubic8 import Cubic8
 from fp8hooks.codecs.fp8_e3m4 import Fp8E3M4
 from fp8hooks.codecs.fp8_e4m3 import Fp8E4M3
 from fp8hooks.codecs.fp8_e5m2 import Fp8E5M2
@@ -19,7 +20,7 @@ __all__ = ["EXACT", "FLOATS", "LOSSLESS", "LOSSY", "NAMES", "BlockCodec", "Codec
 #: The name that means "keep the tensor as it is"; it has no codec object.
 EXACT = "exact"
 
-_LOSSY: dict[str, type[BlockCodec]] = {codec.name: codec for codec in (Fp8E4M3, Fp8E3M4, Fp8E5M2, Int8)}
+_LOSSY: dict[str, type[BlockCodec]] = {codec.name: codec for codec in (Fp8E4M3, Fp8E3M4, Fp8E5M2, Int8, Cubic8)}
 _LOSSLESS: dict[str, type[Bits] | type[Narrow]] = {codec.name: codec for codec in (Bits, Narrow)}
 
 #: Names of the codecs that store an approximation, and of those that do not.

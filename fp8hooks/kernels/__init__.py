@@ -15,31 +15,54 @@ from torch import Tensor
 if TYPE_CHECKING:
     from fp8hooks.codecs.minifloat import Format
 
-__all__ = ["int8_decode", "int8_encode", "minifloat_decode", "minifloat_encode"]
+__all__ = [
+    "cubic8_decode",
+    "cubic8_encode",
+    "int8_decode",
+    "int8_encode",
+    "minifloat_decode",
+    "minifloat_encode",
+]
 
 
 def minifloat_encode(form: Format, flat: Tensor, buffer: Tensor, block_size: int, scales_offset: int) -> bool:
     """Encode `flat` (float32, bfloat16 or float16, contiguous) into `buffer` (uint8, scales from `scales_offset`)."""
-    module = _load("minifloat")
-    return module is not None and module.encode(form, flat, buffer, block_size, scales_offset)
+    return _encode("minifloat", form, flat, buffer, block_size, scales_offset)
 
 
 def minifloat_decode(form: Format, buffer: Tensor, out: Tensor, block_size: int, scales_offset: int) -> bool:
     """Decode `buffer`, as `minifloat_encode` writes it, into `out` (flat, contiguous, any of the three dtypes)."""
-    module = _load("minifloat")
-    return module is not None and module.decode(form, buffer, out, block_size, scales_offset)
+    return _decode("minifloat", form, buffer, out, block_size, scales_offset)
 
 
 def int8_encode(flat: Tensor, buffer: Tensor, block_size: int, scales_offset: int) -> bool:
     """As `minifloat_encode`, for INT8."""
-    module = _load("int8")
-    return module is not None and module.encode(flat, buffer, block_size, scales_offset)
+    return _encode("int8", flat, buffer, block_size, scales_offset)
 
 
 def int8_decode(buffer: Tensor, out: Tensor, block_size: int, scales_offset: int) -> bool:
     """As `minifloat_decode`, for INT8."""
-    module = _load("int8")
-    return module is not None and module.decode(buffer, out, block_size, scales_offset)
+    return _decode("int8", buffer, out, block_size, scales_offset)
+
+
+def cubic8_encode(flat: Tensor, buffer: Tensor, block_size: int, scales_offset: int) -> bool:
+    """As `minifloat_encode`, for cubes."""
+    return _encode("cubic8", flat, buffer, block_size, scales_offset)
+
+
+def cubic8_decode(buffer: Tensor, out: Tensor, block_size: int, scales_offset: int) -> bool:
+    """As `minifloat_decode`, for cubes."""
+    return _decode("cubic8", buffer, out, block_size, scales_offset)
+
+
+def _encode(name: str, *args: object) -> bool:
+    module = _load(name)
+    return module is not None and module.encode(*args)
+
+
+def _decode(name: str, *args: object) -> bool:
+    module = _load(name)
+    return module is not None and module.decode(*args)
 
 
 @functools.cache
