@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -62,8 +63,7 @@ def train(setup: Setup, session: fp8hooks.Session | None, progress: Progress) ->
     torch.manual_seed(setup.seed)
     model = ByteModel(setup.size).to(setup.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=setup.learning_rate, weight_decay=0.1)
-    warmup = max(1, min(20, setup.steps // 5))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(_rate, steps=setup.steps))
     batches = setup.batches()
     run, times, errors = Run(), [], []
     for step in range(setup.steps):
@@ -88,6 +88,15 @@ def train(setup: Setup, session: fp8hooks.Session | None, progress: Progress) ->
     run.gradient_errors = (errors[0], errors[-1]) if errors else None
     run.held_out = held_out_loss(model, setup, batches)
     return run
+
+
+def _rate(step: int, steps: int) -> float:
+    """Learning rate as a share of its peak: a linear warm-up, a plateau, and over the last 40 % down to zero.
+
+    The decay takes the noise of single batches out of the final weights, and so out of the comparison.
+    """
+    warmup = max(1, min(20, steps // 5))
+    return min(1.0, (step + 1) / warmup, (steps - step) / (0.4 * steps))
 
 
 def backward(
