@@ -38,7 +38,7 @@ class Result:
 
     Attributes:
         error: over all parameters.
-        median, worst: over the parameters' own.
+        median, worst: over the parameters' own (those with a gradient over 1e-6 of the whole).
         bytes_per_element: of what is compressed (None for the noise of bfloat16, which compresses nothing).
     """
 
@@ -123,7 +123,7 @@ def _result(
 ) -> Result:
     pairs = list(zip(got, exact, strict=True))
     overall = [gradients.overall(a, b).error for a, b in pairs]
-    by_parameter = [[item.error for item in gradients.compare(a, b) if item.norm > 0] for a, b in pairs]
+    by_parameter = [_errors(a, b) for a, b in pairs]
     return Result(
         model,
         setting,
@@ -132,6 +132,12 @@ def _result(
         statistics.mean(max(errors) for errors in by_parameter),
         bytes_per_element,
     )
+
+
+def _errors(got: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> list[float]:
+    """Errors of the parameters, but for those whose gradient is zero in exact arithmetic (a bias before BatchNorm)."""
+    least = 1e-6 * sum(float(g.norm()) ** 2 for g in exact.values()) ** 0.5
+    return [item.error for item in gradients.compare(got, exact) if item.norm > least]
 
 
 def _bytes_per_element(session: fp8hooks.Session) -> float:
