@@ -35,7 +35,8 @@ class Rule:
 
     Attributes:
         codec: name of a codec: `exact`; for float32, bfloat16 and float16 `fp8_e4m3`, `fp8_e3m4`, `fp8_e5m2`, `int8`,
-            `cubic8`; without loss, `bits` (bool, and floats of two values one of which is 0) and `narrow` (int64, int32).
+            `cubic8`; without loss, `bits` (bool, and floats of two values one of which is 0) and `narrow` (int64,
+            int32).
         module: glob pattern for the path of the module that saves, as in `named_modules()`: `"layers.*.mlp"`.
         op: glob pattern for the operation: `"linear"`, `"scaled_dot_product_*"`; a custom `autograd.Function` is
             `"Function.<its class>"`.
