@@ -35,7 +35,7 @@ class Op(NamedTuple):
 
     Attributes:
         name: torch's, without underscores at the ends; `Function.<class>` for a custom `autograd.Function`;
-            `unknown` where nothing tells.
+            `ops.<library>.<name>` for an operator that a library registered; `unknown` where nothing tells.
         inner: it was called by the torch function that runs, and not with that one's arguments.
     """
 
@@ -110,6 +110,8 @@ def _find_op(call: Call | None, frame: types.FrameType) -> Op:
     if call is None:
         name = _called_at(frame)
         return UNKNOWN if name is None else Op(name, True)
+    if isinstance(call.func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return _registered_op(call.func)
     outer = _plain_name(getattr(call.func, "__name__", None) or type(call.func).__name__)
     if isinstance(call.func, types.FunctionType):
         # One of torch's Python functions: what it calls is what saves.
@@ -117,6 +119,13 @@ def _find_op(call: Call | None, frame: types.FrameType) -> Op:
         if inner is not None and inner != outer:
             return Op(inner, True)
     return Op(outer, False)
+
+
+def _registered_op(func: torch._ops.OpOverload | torch._ops.OpOverloadPacket) -> Op:
+    """An operator called through `torch.ops`: those that are not torch's own are named `ops.<library>.<name>`."""
+    qualified = func._schema.name if isinstance(func, torch._ops.OpOverload) else func._qualified_op_name
+    library, _, name = qualified.partition("::")
+    return Op(_plain_name(name) if library == "aten" else f"ops.{library}.{name}", False)
 
 
 def _plain_name(name: str) -> str:

@@ -36,8 +36,9 @@ DEFAULT: tuple[Rule, ...] = (
     Rule("bits", role="mask"),
     # Lossless; max-pooling's int64 indices are twice the bytes of what they index.
     Rule("narrow", role="index"),
-    # Not ours to judge: a custom autograd.Function may do anything with what it saves.
+    # Not ours to judge: a custom autograd.Function or operator may do anything with what it saves.
     Rule("exact", op="Function.*"),
+    Rule("exact", op="ops.*"),
     Rule("exact", op="unknown"),
     # Python 3.10 does not say which operation inside it saves; later versions do, and never give this name.
     Rule("exact", op="multi_head_attention_forward"),

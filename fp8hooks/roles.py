@@ -18,12 +18,13 @@ _ATTENTION = frozenset({"scaled_dot_product_attention", "flex_attention"})
 _LOG_PROB = frozenset({"log_softmax", "cross_entropy", "cross_entropy_loss", "logsigmoid", "nll_loss"})
 _PROBABILITY = frozenset({"softmax", "sigmoid", "softmin", "gumbel_softmax"})
 _NORM = frozenset({"layer_norm", "rms_norm", "batch_norm", "group_norm", "instance_norm", "local_response_norm"})
+_GRID = frozenset({"grid_sample", "grid_sampler", "grid_sampler_2d", "grid_sampler_3d"})
 # Their operands differ in size for other reasons than broadcasting.
 _CONTRACTION = frozenset(
     {"linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "addmv", "mv", "einsum", "tensordot", "bilinear"}
     | {f"conv{n}d" for n in (1, 2, 3)}
     | {f"conv_transpose{n}d" for n in (1, 2, 3)}
-    | {"lstm", "gru", "rnn_tanh", "rnn_relu", "convolution", "embedding_bag", "grid_sample", "grid_sampler"}
+    | {"lstm", "gru", "rnn_tanh", "rnn_relu", "convolution", "embedding_bag"}
 )
 # An operand, or a by-product, this many times smaller than the largest operand is a statistic of it.
 _SMALL = 8
@@ -190,6 +191,11 @@ def _norm_role(tensor: Tensor, op: Op, call: Call | None, position: int | str | 
     return "activation" if tensor.numel() == largest else "statistic"
 
 
+def _grid_role(tensor: Tensor, op: Op, call: Call | None, position: int | str | None, largest: int) -> str:
+    # The grid says where to read: a position that moves past a pixel's edge has another gradient altogether.
+    return "activation" if position in (0, "input") else "statistic"
+
+
 def _log_prob_role(tensor: Tensor, op: Op, call: Call | None, position: int | str | None, largest: int) -> str:
     if position is None and tensor.dim() > 0:
         return "log_prob"
@@ -240,6 +246,7 @@ _BY_OP: dict[str, _Role] = {
         (_LOG_PROB, _log_prob_role),
         (_PROBABILITY, _probability_role),
         (_ATTENTION, _attention_role),
+        (_GRID, _grid_role),
     )
     for name in names
 }

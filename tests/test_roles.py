@@ -130,6 +130,31 @@ def test_custom_functions_are_named_by_their_class() -> None:
     assert {site.op for site in found} - {"mul"} == {"Function.Twice"}
 
 
+def test_operators_of_other_libraries_are_left_alone() -> None:
+    library = torch.library.Library("fp8hooks_tests", "FRAGMENT")
+    library.define("twice_sine(Tensor x) -> Tensor")
+    library.impl("twice_sine", lambda x: 2 * x.sin(), "CompositeImplicitAutograd")
+    x = active(64, 64)
+    session = fp8hooks.compress()
+    with session:
+        keep = [torch.ops.fp8hooks_tests.twice_sine(x), torch.ops.aten.cos(x * 2)]
+    assert len(keep) == 2
+    found = {site.op: codec for site, codec in session.stats.sites}
+    assert found["ops.fp8hooks_tests.twice_sine"] == "exact"
+    assert found["cos"] == "fp8_e4m3"
+
+
+def test_where_to_read_stays_exact() -> None:
+    """A grid in FP8 reads other pixels: the gradient was 2.3 off."""
+    images, grid = active(2, 4, 32, 32), torch.tanh(active(2, 32, 32, 2))
+    for call in (
+        lambda: F.grid_sample(images, grid, align_corners=False),
+        lambda: F.grid_sample(images, grid=grid, align_corners=False),
+    ):
+        found = {(site.role, site.op) for site in sites(call)}
+        assert found == {("activation", "grid_sampler"), ("statistic", "grid_sampler")}
+
+
 def test_modules_are_named_by_their_path() -> None:
     model = models.encoder()
     found = {site.module for site in sites(lambda: model(X))}

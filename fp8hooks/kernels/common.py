@@ -17,6 +17,14 @@ WARPS = 4
 
 
 @triton.jit
+def tile(numel, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """This program's rows, its elements' offsets [ROWS, BLOCK], and which of those lie inside the tensor."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    offsets = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return rows, offsets, offsets < numel
+
+
+@triton.jit
 def load_bits(pointers, inside):
     """The float32 bits (int32) of float32, bfloat16 or float16 elements; 0 outside."""
     raw = tl.load(pointers, mask=inside, other=0.0)

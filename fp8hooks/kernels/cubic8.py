@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8hooks.codecs import cubic8
-from fp8hooks.kernels.common import launch, load_bits, native_bf16, store_rounded
+from fp8hooks.kernels.common import launch, load_bits, native_bf16, store_rounded, tile
 
 
 @triton.jit
@@ -20,9 +20,7 @@ def _encode(
     x_ptr, buffer_ptr, numel, scales_offset,
     MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    offsets = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = offsets < numel
+    rows, offsets, inside = tile(numel, BLOCK, ROWS)
     bits = load_bits(x_ptr + offsets, inside)
     magnitude = bits & 0x7FFFFFFF
     finite = magnitude < 0x7F800000
@@ -61,9 +59,7 @@ def _decode(
     buffer_ptr, out_ptr, numel, scales_offset,
     LEAST: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, NATIVE_BF16: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    offsets = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = offsets < numel
+    rows, offsets, inside = tile(numel, BLOCK, ROWS)
     raw = tl.load(buffer_ptr + offsets, mask=inside, other=0).to(tl.int32)
     words = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int32))
     word = tl.load(words + rows, mask=rows * BLOCK < numel, other=0)

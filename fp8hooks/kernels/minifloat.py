@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8hooks.codecs.minifloat import Format
-from fp8hooks.kernels.common import launch, load_bits, native_bf16, native_fp8, store_rounded
+from fp8hooks.kernels.common import launch, load_bits, native_bf16, native_fp8, store_rounded, tile
 
 
 @triton.jit
@@ -52,9 +52,7 @@ def _encode(
     MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, LEAST_SCALE: tl.constexpr, TOP: tl.constexpr, TOP_MAX: tl.constexpr,
     NATIVE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    offsets = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = offsets < numel
+    rows, offsets, inside = tile(numel, BLOCK, ROWS)
     bits = load_bits(x_ptr + offsets, inside)
     magnitude = bits & 0x7FFFFFFF
     finite = magnitude < 0x7F800000
@@ -79,9 +77,7 @@ def _decode(
     M: tl.constexpr, BIAS: tl.constexpr, INFINITY: tl.constexpr,
     NATIVE: tl.constexpr, NATIVE_BF16: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    offsets = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = offsets < numel
+    rows, offsets, inside = tile(numel, BLOCK, ROWS)
     code = tl.load(buffer_ptr + offsets, mask=inside, other=0).to(tl.int32)
     biased = tl.load(buffer_ptr + scales_offset + rows, mask=rows * BLOCK < numel, other=127).to(tl.int32)
     magnitude = code & 0x7F
