@@ -385,3 +385,35 @@ def test_a_rule_whose_codec_cannot_hold_the_dtype_does_not_match() -> None:
         ("gather", "narrow"),
         ("gather", "int8"),  # of what it gathers from it needs the sizes
     }
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+def test_a_common_offset_does_not_spoil_a_norm(kind) -> None:
+    torch.manual_seed(0)
+    norm = kind(256)
+    x = torch.randn(64, 256) * 0.5 + 100
+
+    def grads(session):
+        leaf = x.clone().requires_grad_()
+        norm.zero_grad()
+        with session:
+            loss = (norm(leaf * 1) * torch.linspace(-1, 1, 256)).square().mean()
+        loss.backward()
+        return [leaf.grad.clone(), norm.weight.grad.clone()]
+
+    got, want = grads(fp8hooks.compress()), grads(fp8hooks.compress(rules=[Rule("exact")]))
+    assert models.relative_error(got, want) < 0.05
+
+
+def test_what_backward_compares_stays_exact() -> None:
+    x, y = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+
+    def grads(session):
+        x.grad = y.grad = None
+        with session:
+            loss = torch.maximum(x * 1, y * 1).sum() + (x * 1).clamp(-0.5, 0.5).sum()
+        loss.backward()
+        return [x.grad, y.grad]
+
+    exact = fp8hooks.compress(rules=[Rule("exact")])
+    assert all(torch.equal(a, b) for a, b in zip(grads(fp8hooks.compress()), grads(exact), strict=True))
