@@ -24,9 +24,8 @@ class Save(NamedTuple):
 class Plan:
     """Which saves to keep exact. `reached` is the share that it gives back in a step like the one it was made from."""
 
-    def __init__(self, exact: frozenset[Save], asked: float, reached: float) -> None:
+    def __init__(self, exact: frozenset[Save], reached: float) -> None:
         self.exact = exact
-        self.asked = asked
         self.reached = reached
 
 
@@ -62,7 +61,7 @@ class Recorder:
             if given_back - gain >= needed:
                 exact.add(save)
                 given_back -= gain
-        return Plan(frozenset(exact), asked, given_back / original if original else 0.0)
+        return Plan(frozenset(exact), given_back / original if original else 0.0)
 
     @property
     def empty(self) -> bool:

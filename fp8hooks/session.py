@@ -253,7 +253,8 @@ class _Context:
         if payload is not None and self._policy.accepts(state.site, tensor.dtype, payload.codec.name):
             self._record(state.site, payload.codec.name, charge, 0)
             return Packed(payload, shape)
-        if self._plan is not None and self.recorder.next_save(state.site) in self._plan.exact:
+        save = self.recorder.next_save(state.site)
+        if self._plan is not None and save in self._plan.exact:
             return self._save_exact(tensor, state, address, charge)
         flat = identity.flatten(tensor.detach(), shape)
         payload = codecs.get(state.codec, self._block_size).encode(flat, roles.limit_of(op, call))
@@ -264,7 +265,7 @@ class _Context:
         self._ledger.watch(payload)
         self._record(state.site, state.codec, charge, payload.nbytes, payload.numel)
         if self._plan is None:
-            self.recorder.compressed(self.recorder.next_save(state.site), charge, payload.nbytes)
+            self.recorder.compressed(save, charge, payload.nbytes)
         return Packed(payload, shape)
 
     def _save_exact(self, tensor: Tensor, state: _SiteState, address: int, charge: int) -> Exact:

@@ -417,3 +417,14 @@ def test_what_backward_compares_stays_exact() -> None:
 
     exact = fp8hooks.compress(rules=[Rule("exact")])
     assert all(torch.equal(a, b) for a, b in zip(grads(fp8hooks.compress()), grads(exact), strict=True))
+
+
+def test_the_knob_counts_saves_that_a_codec_refused() -> None:
+    """`bits` refuses the first save at this site and takes the second; the plan must mean the second in every step."""
+    x = torch.randn(64, 64, requires_grad=True)
+    session = fp8hooks.compress(memory_savings=0.0, rules=[Rule("bits", op="sin")])
+    for _ in range(2):
+        with session:
+            keep = [h.sin() for h in (x * 1, (x * 0).relu() + (x > 0))]
+        assert len(keep) == 2
+    assert session.stats.savings == 0
