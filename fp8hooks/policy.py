@@ -73,27 +73,29 @@ class Policy:
     def __init__(self, config: CompressConfig) -> None:
         self._user_rules = config.rules
         self._format = config.format
-        self._answers: dict[tuple[Site, torch.dtype], str] = {}
+        # By site and dtype: the codec, and whether a rule chose it (else it is the config's format).
+        self._answers: dict[tuple[Site, torch.dtype], tuple[str, bool]] = {}
         self._used: set[Rule] = set()
 
     def codec(self, site: Site, dtype: torch.dtype) -> str:
         """The name of the codec for a tensor of `dtype` saved at `site`."""
+        return self._answer(site, dtype)[0]
+
+    def _answer(self, site: Site, dtype: torch.dtype) -> tuple[str, bool]:
         key = (site, dtype)
         answer = self._answers.get(key)
         if answer is None:
             answer = self._answers[key] = self._decide(site, dtype)
         return answer
 
-    def _decide(self, site: Site, dtype: torch.dtype) -> str:
+    def _decide(self, site: Site, dtype: torch.dtype) -> tuple[str, bool]:
         if site.role == "weight":
-            return codecs.EXACT
-        found = self._format
+            return codecs.EXACT, True
         for rule in (*self._user_rules, *DEFAULT):
             if matches(rule, site, dtype):
                 self._used.add(rule)
-                found = rule.codec
-                break
-        return found if codecs.holds(found, dtype) else codecs.EXACT
+                return rule.codec, True
+        return (self._format if codecs.holds(self._format, dtype) else codecs.EXACT), False
 
     def unused(self) -> list[Rule]:
         """The user's rules that no saved tensor has matched so far."""
@@ -105,9 +107,8 @@ class Policy:
         Activations that get `CompressConfig.format` for want of a reason against it do with any 8-bit format: sharing
         saves a whole payload, the choice between formats a little error. A rule, though, has its reason.
         """
-        return stored == self.codec(site, dtype) or not any(
-            matches(rule, site, dtype) for rule in (*self._user_rules, *DEFAULT)
-        )
+        codec, by_rule = self._answer(site, dtype)
+        return stored == codec or not by_rule
 
 
 def matches(rule: Rule, site: Site, dtype: torch.dtype) -> bool:

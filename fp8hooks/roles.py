@@ -29,15 +29,12 @@ _CONTRACTION = frozenset(
 # An operand, or a by-product, this many times smaller than the largest operand is a statistic of it.
 _SMALL = 8
 
-_HAS_NO_ROLE_OF_ITS_OWN = frozenset(
-    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128}
-)
-
 
 def role_of(tensor: Tensor, op: Op, call: Call | None) -> str:
     """One of `fp8hooks.config.ROLES`, for a tensor that `op` saves; `call` is the running call, if known."""
-    if tensor.dtype not in _HAS_NO_ROLE_OF_ITS_OWN and not tensor.dtype.is_floating_point:
-        return "mask" if tensor.dtype is torch.bool else "index"
+    dtype = tensor.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return "mask" if dtype is torch.bool else "index"
     if weight_like(tensor):
         return "weight"
     position, largest, is_copy = _place(tensor, call) if call is not None else (None, 0, False)

@@ -100,7 +100,7 @@ class Session:
         except BaseException as error:
             self._leave()
             if isinstance(error, RuntimeError):
-                # torch.func's transforms and vmap switch hooks off.
+                # torch.func's grad, vjp, jacrev and hessian switch hooks off.
                 raise RuntimeError(
                     f"fp8hooks.compress() can't be entered here, since saved-tensor hooks are disabled: {error}"
                 ) from error
@@ -201,14 +201,14 @@ class _Context:
         """The pack hook."""
         frame = sys._getframe(1)
         call = self._tracker.call
+        op, module = callsite.op_at(call, frame), callsite.module_path(frame)
         if _is_plain(tensor):
-            return self._save(tensor, callsite.op_at(call, frame), call, callsite.module_path(frame))
-        op = callsite.op_at(call, frame)
+            return self._save(tensor, op, call, module)
         if distributed.is_dtensor(tensor) and not roles.weight_like(tensor):
             local, join = distributed.split(tensor)
             if _is_plain(local):
-                return Wrapped(self._save(local, op, None, callsite.module_path(frame)), join)
-        return self._keep_whole(tensor, Site(callsite.module_path(frame), op.name, "activation"))
+                return Wrapped(self._save(local, op, None, module), join)
+        return self._keep_whole(tensor, Site(module, op.name, "activation"))
 
     @staticmethod
     def unpack(saved: Saved) -> Tensor:
