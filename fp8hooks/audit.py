@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 from collections.abc import Callable, Iterator
@@ -213,17 +214,15 @@ def _literal(name: str) -> str:
 
 
 def _gradient(model: nn.Module, batch: Any, loss_fn: LossFn, session: Session | None) -> dict[str, Tensor]:
-    with _same_start(model):
-        model.zero_grad(set_to_none=True)
-        with session or contextlib.nullcontext():
-            loss = loss_fn(model, batch)
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"loss_fn: gave a {type(loss).__name__}, a scalar tensor allowed")
-        if loss.numel() != 1 or not loss.requires_grad:
-            raise ValueError(f"loss_fn: gave a loss of shape {list(loss.shape)}, a scalar that requires grad allowed")
-        loss.backward()
-        found = gradients.collect(model)
-        model.zero_grad(set_to_none=True)
+    def loss() -> Tensor:
+        value = loss_fn(model, batch)
+        if not isinstance(value, Tensor):
+            raise TypeError(f"loss_fn: gave a {type(value).__name__}, a scalar tensor allowed")
+        if value.numel() != 1 or not value.requires_grad:
+            raise ValueError(f"loss_fn: gave a loss of shape {list(value.shape)}, a scalar that requires grad allowed")
+        return value
+
+    found = gradients.of_step(model, loss, session or contextlib.nullcontext())
     if not found:
         raise ValueError("model: no parameter got a gradient")
     return found
@@ -233,8 +232,6 @@ def _precision_noise(model: nn.Module, batch: Any, loss_fn: LossFn, exact: dict[
     """The exact gradient's own error: against the same step in float32."""
     if all(p.dtype is torch.float32 for p in model.parameters()):
         return None
-    import copy
-
     try:
         single = copy.deepcopy(model).float()
         in_single = _gradient(single, _to_float(batch), loss_fn, None)
@@ -247,20 +244,6 @@ def _to_float(batch: Any) -> Any:
     from torch.utils._pytree import tree_map
 
     return tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.is_floating_point() else t, batch)
-
-
-@contextlib.contextmanager
-def _same_start(model: nn.Module) -> Iterator[None]:
-    """Every step starts from the same random numbers and buffers, and leaves them so."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for name, buffer in model.named_buffers():
-                    buffer.copy_(buffers[name])
 
 
 @contextlib.contextmanager

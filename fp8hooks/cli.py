@@ -10,7 +10,7 @@ from typing import NoReturn
 from rich.console import Console
 
 import fp8hooks
-from fp8hooks import auditing
+from fp8hooks import audit_command
 from fp8hooks.bench import host, numerics
 from fp8hooks.demo import main as demo
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=fp8hooks.__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add(commands, "demo", "train a small model on real text, exact and compressed", demo.add_arguments, demo.run)
-    _add(commands, "audit", "the gradient's error of a model of yours", auditing.add_arguments, auditing.run)
+    _add(commands, "audit", "the gradient's error of a model of yours", audit_command.add_arguments, audit_command.run)
     bench = commands.add_parser("bench", help="measure").add_subparsers(metavar="BENCH", required=True)
     _add(bench, "numerics", "the gradient's error by format", numerics.add_arguments, numerics.run)
     _add(bench, "host", "what a save costs the host", host.add_arguments, host.run)

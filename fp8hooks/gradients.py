@@ -1,9 +1,12 @@
-"""How far one gradient is from another."""
+"""Gradients of single steps, and how far one is from another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +27,35 @@ class ParameterError:
     error: float
     cosine: float
     norm: float
+
+
+def of_step(model: nn.Module, loss: Callable[[], Tensor], context: AbstractContextManager[Any]) -> dict[str, Tensor]:
+    """The gradients of one step whose forward, `loss()`, runs in `context`.
+
+    Buffers and random number generators are left as they were, so that steps from the same state draw the same
+    numbers; gradients are cleared before and after.
+    """
+    with _same_start(model):
+        model.zero_grad(set_to_none=True)
+        with context:
+            result = loss()
+        result.backward()
+        found = collect(model)
+        model.zero_grad(set_to_none=True)
+    return found
+
+
+@contextlib.contextmanager
+def _same_start(model: nn.Module) -> Iterator[None]:
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, buffer in model.named_buffers():
+                    buffer.copy_(buffers[name])
 
 
 def collect(model: nn.Module) -> dict[str, Tensor]:

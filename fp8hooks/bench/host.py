@@ -18,6 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 import fp8hooks
+from fp8hooks.devices import find_device
 
 _Context = Callable[[], AbstractContextManager[Any]]
 
@@ -46,8 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> None:
     """Measure and print."""
-    from fp8hooks.demo.main import find_device
-
     if options.numel < 1 or options.calls < 1:
         raise ValueError(f"--numel, --calls: {options.numel}, {options.calls} given, 1 or more allowed")
     results = measure(options.numel, options.calls, find_device(options.device))

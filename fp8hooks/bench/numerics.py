@@ -20,7 +20,7 @@ import fp8hooks
 from fp8hooks import Rule, gradients
 from fp8hooks.bench.models import SUBJECTS, Batch
 from fp8hooks.codecs import LOSSY
-from fp8hooks.demo.main import find_device
+from fp8hooks.devices import find_device
 
 #: What is compared, by name: settings of `compress`.
 SETTINGS: dict[str, dict[str, object]] = {
@@ -100,18 +100,14 @@ def _sessions() -> Iterator[tuple[str, fp8hooks.Session]]:
 def _gradient(
     model: nn.Module, batch: Batch, context: contextlib.AbstractContextManager[object]
 ) -> dict[str, torch.Tensor]:
-    """Gradients of one step, always with the same random numbers and from the same buffers."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(1)
-    with context:
-        loss = model(*batch)
-    loss.backward()
-    found = gradients.collect(model)
-    model.zero_grad(set_to_none=True)
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
-    return found
+    """Gradients of one step, always with the same random numbers."""
+
+    def loss() -> torch.Tensor:
+        torch.manual_seed(1)
+        value: torch.Tensor = model(*batch)
+        return value
+
+    return gradients.of_step(model, loss, context)
 
 
 def _result(

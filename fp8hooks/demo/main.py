@@ -15,6 +15,7 @@ import fp8hooks
 from fp8hooks.demo import text, train
 from fp8hooks.demo.model import SIZES, ByteModel
 from fp8hooks.demo.train import Run, Setup
+from fp8hooks.devices import find_device
 from fp8hooks.report import format_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -117,23 +118,6 @@ def _title(setup: Setup, options: argparse.Namespace) -> str:
     parameters = sum(p.numel() for p in ByteModel(setup.size).parameters())
     device = torch.cuda.get_device_name(setup.device) if setup.device.type == "cuda" else "CPU"
     return f"{parameters / 1e6:.1f} M parameters, {options.dtype}, {device}, torch {torch.__version__}"
-
-
-def find_device(name: str) -> torch.device:
-    """The device that `--device` names.
-
-    Raises:
-        ValueError: there is none of that name here, or it is neither a CPU nor a GPU.
-    """
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        have = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-        raise ValueError(f"--device: no device {name!r} here; there is {', '.join(have)}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device: {name!r} given, cpu or cuda allowed")
-    return device
 
 
 def _check_plotting() -> None:

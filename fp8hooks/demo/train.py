@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import fp8hooks
+from fp8hooks import gradients
 from fp8hooks.demo.model import ByteModel, Size
 from fp8hooks.demo.text import Batches
 from fp8hooks.stats import Stats
@@ -111,13 +112,12 @@ def backward(
 
 def gradient_error(model: ByteModel, setup: Setup, session: fp8hooks.Session, inputs: Tensor, targets: Tensor) -> float:
     """||g - g_exact|| / ||g_exact|| over all parameters, for one batch; gradients are cleared after."""
-    gradients = []
-    for context in (None, session):
-        backward(model, setup, context, inputs, targets)
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-        model.zero_grad(set_to_none=True)
-    exact, compressed = gradients
-    return float((compressed - exact).norm() / exact.norm())
+
+    def loss() -> Tensor:
+        return _loss(model, setup, inputs, targets)
+
+    exact = gradients.of_step(model, loss, contextlib.nullcontext())
+    return gradients.overall(gradients.of_step(model, loss, session), exact).error
 
 
 @torch.no_grad()
