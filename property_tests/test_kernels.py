@@ -78,6 +78,20 @@ def test_decode_gives_the_reference_values(name: str, options: dict, tensor: Ten
     assert same(out.cpu(), codec.decode_reference(payload))
 
 
+@runs_kernels
+@pytest.mark.parametrize("name", codecs.LOSSY)
+def test_codecs_find_their_kernels_and_the_reference_agrees(name: str) -> None:
+    codec = codecs.get(name, 64)
+    tensor = torch.randn(777)
+    want = codec.encode_reference(tensor)
+    buffer, out = torch.zeros_like(want.buffer).to(DEVICE), torch.empty(777, device=DEVICE)
+    assert codec.encode_by_kernel(tensor.to(DEVICE), buffer)
+    assert torch.equal(buffer.cpu(), want.buffer)
+    payload = codecs.Payload(codec, buffer, 777, torch.float32)
+    assert codec.decode_by_kernel(payload, out)
+    assert same(out.cpu(), codec.decode_reference(want))
+
+
 @pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the kernels run here as they are")
 def test_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="triton is not installed")

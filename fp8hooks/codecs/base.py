@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fp8hooks import kernels
+
 #: dtypes that lossy codecs take. float64 and complex stay exact: who trains in them wants every bit.
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
@@ -99,6 +101,9 @@ class BlockCodec(Codec):
 
     dtypes = FLOATS
     scale_dtype: torch.dtype
+    #: Family of the Triton kernels, and what they need to know besides; see `fp8hooks.kernels`.
+    kernel_family: str
+    kernel_settings: tuple[object, ...] = ()
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -141,23 +146,23 @@ class BlockCodec(Codec):
     def decode_rows(self, codes: Tensor, scales: Tensor, out: Tensor, finite: bool) -> None:
         """Decode `codes` [n, k] with `scales` [n] into `out` [n, k]."""
 
-    # Kernels, where there are some; None means that this format has none.
-
-    def encode_kernel(self, flat: Tensor, buffer: Tensor) -> bool:
-        """Encode on the device in one pass; False if there is no kernel for this tensor here."""
-        return False
-
-    def decode_kernel(self, payload: Payload, out: Tensor) -> bool:
-        """Decode on the device in one pass; False if there is no kernel for this payload here."""
-        return False
-
     # The protocol
 
     def encode(self, flat: Tensor, limit: int | None = None) -> Payload:
         buffer = torch.empty(self.nbytes(flat.numel()), dtype=torch.uint8, device=flat.device)
-        if flat.device.type == "cuda" and self.encode_kernel(flat, buffer):
+        if flat.device.type == "cuda" and self.encode_by_kernel(flat, buffer):
             return Payload(self, buffer, flat.numel(), flat.dtype)
         return self.encode_reference(flat, buffer)
+
+    def encode_by_kernel(self, flat: Tensor, buffer: Tensor) -> bool:
+        """`encode` in one pass over memory; False, with nothing done, where no kernel can run."""
+        offset = self.scales_offset(flat.numel())
+        return kernels.encode(self.kernel_family, flat, buffer, self.block_size, offset, *self.kernel_settings)
+
+    def decode_by_kernel(self, payload: Payload, out: Tensor) -> bool:
+        """`decode` in one pass over memory; False, with nothing done, where no kernel can run."""
+        offset = self.scales_offset(payload.numel)
+        return kernels.decode(self.kernel_family, payload.buffer, out, self.block_size, offset, *self.kernel_settings)
 
     def encode_reference(self, flat: Tensor, buffer: Tensor | None = None) -> Payload:
         """`encode` in plain torch operations, on any device."""
@@ -173,7 +178,7 @@ class BlockCodec(Codec):
 
     def decode(self, payload: Payload) -> Tensor:
         out = torch.empty(payload.numel, dtype=payload.dtype, device=payload.buffer.device)
-        if out.device.type == "cuda" and self.decode_kernel(payload, out):
+        if out.device.type == "cuda" and self.decode_by_kernel(payload, out):
             return out
         return self.decode_reference(payload, out)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8hooks.codecs.base import FLOATS, BlockCodec, Payload, choose
+from fp8hooks.codecs.base import FLOATS, BlockCodec, choose
 
 ONE_SIGN_LEVELS, MIXED_LEVELS = 253, 125
 #: Least R: its reciprocal times 253**3 is finite.
@@ -33,7 +33,7 @@ class Cubic8(BlockCodec):
     cubes, rounded in the cube root, with c = L * cbrt(|x| / R)): `(1.5 c**2 + 1.5 c + 1) * R / L**3`.
     """
 
-    name = "cubic8"
+    name = kernel_family = "cubic8"
     scale_dtype = torch.int32
 
     def error_bound(self, flat: Tensor) -> Tensor:
@@ -94,16 +94,6 @@ class Cubic8(BlockCodec):
             value = torch.where(magnitude == torch.where(mixed, 127, 255)[:, None], torch.nan, value)
         signs = torch.where(mixed[:, None], codes > 0x7F, (scales < 0)[:, None])
         out.copy_(torch.where(signs, -value, value))
-
-    def encode_kernel(self, flat: Tensor, buffer: Tensor) -> bool:
-        from fp8hooks import kernels
-
-        return kernels.cubic8_encode(flat, buffer, self.block_size, self.scales_offset(flat.numel()))
-
-    def decode_kernel(self, payload: Payload, out: Tensor) -> bool:
-        from fp8hooks import kernels
-
-        return kernels.cubic8_decode(payload.buffer, out, self.block_size, self.scales_offset(payload.numel))
 
 
 def _cube(x: Tensor) -> Tensor:

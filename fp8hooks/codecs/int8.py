@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8hooks.codecs.base import FLOATS, BlockCodec, Payload, choose
+from fp8hooks.codecs.base import FLOATS, BlockCodec, choose
 
 LEVELS, ONE_SIDED_LEVELS = 126, 253
 #: Least scale: the smallest normal float32, so that its reciprocal is finite and a product with it not zero.
@@ -39,7 +39,7 @@ class Int8(BlockCodec):
     beyond 98 % of the dtype's range rounding is towards the offset. Both are off by less than `1.02 s`.
     """
 
-    name = "int8"
+    name = kernel_family = "int8"
     scale_dtype = torch.int32
 
     def error_bound(self, flat: Tensor) -> Tensor:
@@ -113,13 +113,3 @@ class Int8(BlockCodec):
             value = torch.where(infinite, torch.copysign(torch.full_like(value, torch.inf), sign), value)
             value = torch.where(nan, torch.nan, value)
         out.copy_(value)
-
-    def encode_kernel(self, flat: Tensor, buffer: Tensor) -> bool:
-        from fp8hooks import kernels
-
-        return kernels.int8_encode(flat, buffer, self.block_size, self.scales_offset(flat.numel()))
-
-    def decode_kernel(self, payload: Payload, out: Tensor) -> bool:
-        from fp8hooks import kernels
-
-        return kernels.int8_decode(payload.buffer, out, self.block_size, self.scales_offset(payload.numel))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8hooks.codecs.base import FLOATS, BlockCodec, Payload, choose
+from fp8hooks.codecs.base import FLOATS, BlockCodec, choose
 
 NAN_CODE = 0x7F
 
@@ -126,12 +126,14 @@ class Minifloat(BlockCodec, abc.ABC):
     """
 
     scale_dtype = torch.uint8
+    kernel_family = "minifloat"
     format: Format
     #: torch's dtype whose conversion gives the same codes, if there is one; it is faster than `Format.round`.
     torch_dtype: torch.dtype | None = None
 
     def __init__(self, block_size: int) -> None:
         super().__init__(block_size)
+        self.kernel_settings = (self.format,)
         self._top = {dtype: self.format.top_scale(dtype) for dtype in FLOATS}
 
     def error_bound(self, flat: Tensor) -> Tensor:
@@ -191,14 +193,3 @@ class Minifloat(BlockCodec, abc.ABC):
             value = torch.where(magnitude == form.infinity, infinite, value)
             value = torch.where(magnitude == NAN_CODE, torch.nan, value)
         out.copy_(value)
-
-    def encode_kernel(self, flat: Tensor, buffer: Tensor) -> bool:
-        from fp8hooks import kernels
-
-        return kernels.minifloat_encode(self.format, flat, buffer, self.block_size, self.scales_offset(flat.numel()))
-
-    def decode_kernel(self, payload: Payload, out: Tensor) -> bool:
-        from fp8hooks import kernels
-
-        offset = self.scales_offset(payload.numel)
-        return kernels.minifloat_decode(self.format, payload.buffer, out, self.block_size, offset)
