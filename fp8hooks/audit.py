@@ -17,7 +17,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from torch import Tensor, nn
 
-from fp8hooks import gradients
+from fp8hooks import codecs, gradients
 from fp8hooks.config import CompressConfig, Rule
 from fp8hooks.gradients import ParameterError
 from fp8hooks.report import format_bytes
@@ -194,7 +194,7 @@ def _site_errors(
 ) -> Iterator[SiteError]:
     for (site, codec), bucket in session.stats.sites.items():
         saved = bucket.original_bytes - bucket.stored_bytes
-        if codec in ("exact", "bits", "narrow"):
+        if codec not in codecs.LOSSY:
             continue
         alone = Session(_only(config, site, codec))
         error = gradients.overall(_gradient(model, batch, loss_fn, alone), exact).error

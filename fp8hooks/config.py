@@ -34,9 +34,9 @@ class Rule:
     Weights, and tensors smaller than `CompressConfig.min_numel`, stay exact whatever a rule says.
 
     Attributes:
-        codec: name of a codec: `exact`; for float32, bfloat16 and float16 `fp8_e4m3`, `fp8_e3m4`, `fp8_e5m2`, `int8`,
-            `cubic8`; without loss, `bits` (bool, and floats of two values one of which is 0) and `narrow` (int64,
-            int32).
+        codec: name of a codec: `exact`; for float32, bfloat16 and float16 `square8`, `fp8_e4m3`, `fp8_e3m4`,
+            `fp8_e5m2`, `int8`, `int10`, `cubic8`; without loss, `bits` (bool, and floats of two values one of which
+            is 0) and `narrow` (int64, int32).
         module: glob pattern for the path of the module that saves, as in `named_modules()`: `"layers.*.mlp"`.
         op: glob pattern for the operation: `"linear"`, `"scaled_dot_product_*"`; a custom `autograd.Function` is
             `"Function.<its class>"`.
@@ -69,12 +69,13 @@ class CompressConfig:
         memory_savings: share, 0 to 1, of the bytes that autograd would hold to be given back. None (default)
             compresses all that the policy allows. With a number the first step does the same and is measured; from
             the second on, as much is kept exact as the share leaves room for.
-        format: codec of saved tensors in role `activation`; `fp8_e4m3` by default.
+        format: codec of saved tensors in role `activation`; `square8` by default.
         block_size: elements that share a scale, a power of two from 16 to 1024; 128 by default.
         min_numel: tensors of fewer elements stay exact; 1024 by default.
         rules: `Rule`s, tried in order before the default policy.
-        stochastic_rounding: False; no codec offers it yet.
-        seed: seed of stochastic rounding.
+        stochastic_rounding: whether lossy codecs round up or down at random, so that the mean is right, in place of
+            to the nearest (default): unbiased over many steps, but with some twice the error in each.
+        seed: of stochastic rounding: the same seed gives the same bytes in the same step.
         offload: False; payloads stay on the device of the tensor they stand for.
 
     Raises:
@@ -82,7 +83,7 @@ class CompressConfig:
     """
 
     memory_savings: float | None = None
-    format: str = "fp8_e4m3"
+    format: str = "square8"
     block_size: int = 128
     min_numel: int = 1024
     rules: tuple[Rule, ...] = ()
@@ -105,9 +106,10 @@ class CompressConfig:
         object.__setattr__(self, "rules", tuple(self.rules))
         for rule in self.rules:
             _typed("rules", rule, Rule, "Rules")
-        for name in ("stochastic_rounding", "offload"):
-            if getattr(self, name) is not False:
-                raise ValueError(f"{name}: {getattr(self, name)!r} given, only False allowed in this version")
+        if not isinstance(self.stochastic_rounding, bool):
+            raise TypeError(f"stochastic_rounding: {self.stochastic_rounding!r} given, True or False allowed")
+        if self.offload is not False:
+            raise ValueError(f"offload: {self.offload!r} given, only False allowed in this version")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data (JSON can hold it) from which `from_dict` makes an equal config."""

@@ -53,7 +53,7 @@ class Exact:
 class Packed:
     """A tensor stored by a codec. Each `unpack` decodes afresh, since whoever asked may write into the result."""
 
-    __slots__ = ("payload", "shape")
+    __slots__ = ("__weakref__", "payload", "shape")
 
     def __init__(self, payload: Payload, shape: Geometry) -> None:
         self.payload = payload

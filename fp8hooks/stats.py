@@ -134,6 +134,11 @@ class Ledger:
         self._rows.append(rows)
         return rows
 
+    @property
+    def contexts(self) -> int:
+        """How many contexts of this step have asked for rows."""
+        return len(self._rows)
+
     def record_weight(self, address: int, nbytes: int) -> None:
         """Count the storage of a parameter, or of a view or copy of one, once."""
         self._weights[address] = nbytes

@@ -26,7 +26,7 @@ from fp8hooks import CompressConfig, Rule
         ("rules", ["int8"], TypeError, ("rules", "'int8'", "Rules")),
         ("rules", 3, TypeError, ("rules", "3", "Rules")),
         ("seed", True, TypeError, ("seed", "True", "whole number")),
-        ("stochastic_rounding", True, ValueError, ("stochastic_rounding", "True", "only False")),
+        ("stochastic_rounding", 1, TypeError, ("stochastic_rounding", "1", "True or False")),
         ("offload", True, ValueError, ("offload", "True", "only False")),
     ],
 )
@@ -49,6 +49,8 @@ def test_unknown_settings_are_refused() -> None:
 def test_bad_rules_are_refused() -> None:
     with pytest.raises(ValueError, match=r"Rule.codec: 'fp7' given, one of exact, .* allowed"):
         Rule("fp7")
+    with pytest.raises(ValueError, match=r"Rule.codec: 'signs' given"):
+        Rule("signs")  # it keeps no values
     with pytest.raises(TypeError, match=r"Rule.op: 3 given"):
         Rule("exact", op=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"Rule.dtype: 'float32' given"):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fp8hooks
+from fp8hooks import CompressConfig, codecs
 from fp8hooks.identity import flatten, geometry, restore
 from tests import models
 
@@ -16,7 +17,7 @@ BLOCK = 128
 
 
 def packed_bytes(numel: int) -> int:
-    return numel + -(-numel // BLOCK)
+    return codecs.get(CompressConfig().format, BLOCK).nbytes(numel)
 
 
 def active(*shape: int) -> torch.Tensor:
@@ -28,7 +29,7 @@ def stored(fn) -> int:
     with session:
         keep = fn()
     assert keep is not None
-    return session.stats.by_codec["fp8_e4m3"].stored_bytes
+    return session.stats.by_codec["square8"].stored_bytes
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_no_stale_hit_after_memory_was_freed_and_used_again() -> None:
     assert session.stats.by_op["square"].stored_bytes == 8 * packed_bytes(64 * 64)
     total.backward()
     want = 2 * x.detach() * sum(factor**2 for factor in range(1, 9))
-    torch.testing.assert_close(x.grad, want, rtol=1 / 15, atol=1e-1)
+    assert (x.grad - want).norm() < 0.02 * want.norm()
 
 
 def test_the_table_is_empty_outside_a_session() -> None:
@@ -118,10 +119,10 @@ def test_the_table_is_empty_outside_a_session() -> None:
     with session:
         context = session._stack[-1]
         loss = models.mlp()(torch.randn(32, 64)).sum()
-        assert context._payloads
-        assert len(context._storages)
-    assert not context._payloads
-    assert not len(context._storages)
+        assert context.packer._payloads
+        assert len(context.packer._storages)
+    assert not context.packer._payloads
+    assert not len(context.packer._storages)
     assert not session._stack
     loss.backward()
 

@@ -11,21 +11,66 @@ import fp8hooks
 from fp8hooks import Rule
 from tests import models
 
+# Errors of dq, dk and dv with q, k, v and the output in INT8, for q and k of a factor times normal (peaked attention).
+INT8_ERRORS = {1: (0.016, 0.014, 0.013), 2: (0.04, 0.04, 0.03), 3: (0.08, 0.08, 0.05)}
 
-def test_peaked_attention_keeps_its_gradients() -> None:
-    q, k, v = (torch.randn(2, 4, 256, 64) * factor for factor in (2, 2, 1))
-    grads = []
-    for session in (None, fp8hooks.compress()):
+
+@pytest.mark.parametrize("factor", INT8_ERRORS)
+@pytest.mark.parametrize("seed", range(3))
+def test_attention_keeps_its_gradients_better_than_int8_would(factor: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    q, k, v = (torch.randn(2, 4, 256, 64) * size for size in (factor, factor, 1))
+    cotangent = torch.randn(2, 4, 256, 64)
+
+    def grads(session):
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-        inputs = [t * 1 for t in leaves]
-        if session is None:
-            out = F.scaled_dot_product_attention(*inputs, is_causal=True)
-        else:
+        with session:
+            out = F.scaled_dot_product_attention(*(leaf * 1 for leaf in leaves), is_causal=True)
+        out.backward(cotangent)
+        return [leaf.grad for leaf in leaves]
+
+    session = fp8hooks.compress()
+    got, want = grads(session), grads(fp8hooks.compress(rules=[Rule("exact")]))
+    for a, b, allowed in zip(got, want, INT8_ERRORS[factor], strict=True):
+        assert models.relative_error([a], [b]) <= allowed
+    assert session.stats.by_role["attention_qk"].stored_bytes <= 1.29 * 2 * q.numel()
+
+
+def test_few_log_probabilities_stay_exact_and_many_do_not() -> None:
+    for classes, codec in ((10, "exact"), (1000, "cubic8")):
+        session = fp8hooks.compress()
+        with session:
+            keep = F.log_softmax(torch.randn(128, classes, requires_grad=True) * 1, -1)
+        assert {name for site, name in session.stats.sites if site.role == "log_prob"} == {codec}
+        del keep
+    session = fp8hooks.compress(rules=[Rule("int8", role="log_prob")])
+    with session:
+        F.log_softmax(torch.randn(128, 10, requires_grad=True) * 1, -1)
+    assert {name for site, name in session.stats.sites if site.role == "log_prob"} == {"int8"}
+
+
+def test_stochastic_rounding_is_seeded_and_differs_from_step_to_step() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def grads(session):
+        found = []
+        for _ in range(2):
+            x.grad = None
             with session:
-                out = F.scaled_dot_product_attention(*inputs, is_causal=True)
-        out.backward(torch.ones_like(out).cumsum(-1))
-        grads.append([t.grad for t in leaves])
-    assert models.relative_error(grads[1], grads[0]) < 0.06
+                loss = (x * 1).exp().sum() + (x * 2).exp().sum()
+            loss.backward()
+            found.append(x.grad)
+        return found
+
+    first, again = (grads(fp8hooks.compress(stochastic_rounding=True, seed=5)) for _ in range(2))
+    other = grads(fp8hooks.compress(stochastic_rounding=True, seed=6))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first[0], other[0])
+    nearest = grads(fp8hooks.compress())
+    assert torch.equal(nearest[0], nearest[1])
+    want = x.detach().exp() + 2 * (2 * x.detach()).exp()
+    assert 0 < (first[0] - want).norm() < 0.05 * want.norm()
 
 
 @pytest.mark.parametrize("asked", [0.0, 0.3, 0.6])

@@ -129,7 +129,7 @@ def test_small_tensors_stay_exact() -> None:
     session = fp8hooks.compress(min_numel=900)
     with session:
         y.exp()
-    assert set(session.stats.by_codec) == {"fp8_e4m3"}
+    assert set(session.stats.by_codec) == {"square8"}
 
 
 def test_weights_and_their_autocast_copies_stay_exact() -> None:
@@ -181,7 +181,7 @@ def test_an_edit_in_place_of_a_compressed_tensor_does_not_matter() -> None:
     want = y.detach().clone()
     y.detach().zero_()
     loss.backward()
-    torch.testing.assert_close(x.grad, want, rtol=1 / 16, atol=1e-6)
+    assert (x.grad - want).norm() < 0.02 * want.norm()
 
 
 def test_hooks_are_gone_after_an_exception() -> None:
@@ -201,7 +201,7 @@ def test_payloads_die_with_the_graph() -> None:
     x = torch.randn(64, 64, requires_grad=True)
     with session:
         loss = (x * 2).exp().sum()
-    assert session.held_bytes == session.stats.by_codec["fp8_e4m3"].stored_bytes > 0
+    assert session.held_bytes == session.stats.by_codec["square8"].stored_bytes > 0
     loss.backward()
     assert session.held_bytes == 0
     with session:
@@ -219,7 +219,7 @@ def test_one_payload_for_all_who_save_the_same_memory() -> None:
     row = session.stats.by_op["linear"]
     assert row.tensors == 3
     assert row.original_bytes == x.numel() * 4
-    assert row.stored_bytes == x.numel() + x.numel() // 128
+    assert row.stored_bytes == x.numel() + x.numel() // 64
 
 
 def test_reports_name_op_role_codec_and_bytes() -> None:
@@ -227,7 +227,7 @@ def test_reports_name_op_role_codec_and_bytes() -> None:
     session = fp8hooks.compress()
     models.step(model, x, session)
     text = str(session.report())
-    for word in ("linear", "layer_norm", "attention_qk", "statistic", "fp8_e4m3", "int8", "exact", "KiB"):
+    for word in ("linear", "layer_norm", "attention_qk", "statistic", "square8", "int10", "exact", "KiB"):
         assert word in text
     assert "layers.1.self_attn" in str(session.report(by_module=True))
     data = session.stats.to_dict()

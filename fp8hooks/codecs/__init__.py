@@ -7,21 +7,28 @@ import functools
 import torch
 
 from fp8hooks.codecs.base import FLOATS, BlockCodec, Codec, Payload
-from fp8hooks.codecs.bits import Bits
+from fp8hooks.codecs.bits import Bits, Signs
 from fp8hooks.codecs.cubic8 import Cubic8
 from fp8hooks.codecs.fp8_e3m4 import Fp8E3M4
 from fp8hooks.codecs.fp8_e4m3 import Fp8E4M3
 from fp8hooks.codecs.fp8_e5m2 import Fp8E5M2
 from fp8hooks.codecs.int8 import Int8
+from fp8hooks.codecs.int10 import Int10
 from fp8hooks.codecs.narrow import Narrow
+from fp8hooks.codecs.square8 import Square8
 
-__all__ = ["EXACT", "FLOATS", "LOSSLESS", "LOSSY", "NAMES", "BlockCodec", "Codec", "Payload", "get", "holds"]
+__all__ = ["EXACT", "FLOATS", "LOSSLESS", "LOSSY", "NAMES", "SIGNS", "BlockCodec", "Codec", "Payload", "get", "holds"]
 
 #: The name that means "keep the tensor as it is"; it has no codec object.
 EXACT = "exact"
 
-_LOSSY: dict[str, type[BlockCodec]] = {codec.name: codec for codec in (Fp8E4M3, Fp8E3M4, Fp8E5M2, Int8, Cubic8)}
+_LOSSY: dict[str, type[BlockCodec]] = {
+    codec.name: codec for codec in (Fp8E4M3, Fp8E3M4, Fp8E5M2, Int8, Int10, Square8, Cubic8)
+}
 _LOSSLESS: dict[str, type[Bits] | type[Narrow]] = {codec.name: codec for codec in (Bits, Narrow)}
+
+#: Not for rules: it keeps no values, and serves only where `fp8hooks.policy` knows that signs suffice.
+SIGNS = Signs.name
 
 #: Names of the codecs that store an approximation, and of those that do not.
 LOSSY, LOSSLESS = tuple(_LOSSY), tuple(_LOSSLESS)
@@ -33,6 +40,8 @@ NAMES = (EXACT, *LOSSY, *LOSSLESS)
 @functools.cache
 def get(name: str, block_size: int) -> Codec:
     """The codec called `name` (any of `NAMES` but `exact`); lossy ones have scales for `block_size` elements."""
+    if name == SIGNS:
+        return Signs()
     return _LOSSY[name](block_size) if name in _LOSSY else _LOSSLESS[name]()
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8hooks import kernels
+from fp8hooks.codecs import philox
 
 #: dtypes that lossy codecs take. float64 and complex stay exact: who trains in them wants every bit.
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -24,6 +26,16 @@ _CHUNK = 1 << 17
 def choose(condition: Tensor, yes: float, no: float) -> Tensor:
     """`torch.where` of two numbers, in float32 whatever torch's default dtype is."""
     return torch.where(condition, yes, no).float()
+
+
+def round_stochastically(magnitude: Tensor, noise: Tensor) -> Tensor:
+    """Whole numbers next to `magnitude` (not negative, float32), that are right on the average."""
+    return torch.floor(magnitude + noise * 2.0**-philox.BITS)
+
+
+def stochastic_step(above: Tensor, distance: Tensor, noise: Tensor) -> Tensor:
+    """1.0 with the probability `above / distance`, else 0.0: whether to go on to the next code, `distance` away."""
+    return (noise * 2.0**-philox.BITS * distance < above).float()
 
 
 class Payload:
@@ -64,12 +76,14 @@ class Codec(abc.ABC):
     dtypes: frozenset[torch.dtype]
 
     @abc.abstractmethod
-    def encode(self, flat: Tensor, limit: int | None = None) -> Payload | None:
+    def encode(self, flat: Tensor, limit: int | None = None, seed: int | None = None) -> Payload | None:
         """Store `flat` (one dimension, contiguous, a dtype of `dtypes`, at least one element).
 
         Args:
             flat: what to store.
             limit: if given, all elements are known to be whole numbers from 0 up to less than this.
+            seed: if given, what is not lossless rounds stochastically: up or down, to neighbouring codes, with the
+                probabilities that make the mean right. The same 64-bit seed gives the same bytes.
 
         Returns:
             None if this codec can't hold these values, or can't tell without waiting for a GPU.
@@ -93,10 +107,10 @@ class Codec(abc.ABC):
 
 
 class BlockCodec(Codec):
-    """A codec of one byte an element and one scale a block of `block_size` elements in memory order.
+    """A codec of about one byte an element and one scale a block of `block_size` elements in memory order.
 
-    The buffer holds the codes of all elements, zero bytes up to the next multiple of `scale_bytes`, and then the
-    scales. A last block that is not full has its own scale.
+    The buffer holds the codes of all blocks, `row_bytes` each, zero bytes up to the next multiple of `scale_bytes`,
+    and then the scales. A last block that is not full has fewer codes, and its own scale.
     """
 
     dtypes = FLOATS
@@ -113,13 +127,22 @@ class BlockCodec(Codec):
 
     # Layout
 
+    def row_bytes(self, width: int) -> int:
+        """Bytes that the codes of a block of `width` elements take."""
+        return width
+
     @property
     def scale_bytes(self) -> int:
         return self.scale_dtype.itemsize
 
+    def code_bytes(self, numel: int) -> int:
+        """Bytes that all codes take."""
+        full, rest = divmod(numel, self.block_size)
+        return full * self.row_bytes(self.block_size) + self.row_bytes(rest)
+
     def scales_offset(self, numel: int) -> int:
         """Byte at which the scales begin; aligned, so that they can be viewed as `scale_dtype`."""
-        return -(-numel // self.scale_bytes) * self.scale_bytes
+        return -(-self.code_bytes(numel) // self.scale_bytes) * self.scale_bytes
 
     def nblocks(self, numel: int) -> int:
         return -(-numel // self.block_size)
@@ -128,52 +151,64 @@ class BlockCodec(Codec):
         return self.scales_offset(numel) + self.nblocks(numel) * self.scale_bytes
 
     def split(self, payload: Payload) -> tuple[Tensor, Tensor]:
-        """Codes (uint8, `numel`) and scales (`scale_dtype`, one a block) of a payload, as views of its buffer."""
+        """Codes (uint8) and scales (`scale_dtype`, one a block) of a payload, as views of its buffer."""
         return self._split(payload.buffer, payload.numel)
 
     def _split(self, buffer: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         start = self.scales_offset(numel)
         end = start + self.nblocks(numel) * self.scale_bytes
-        return buffer[:numel], buffer[start:end].view(self.scale_dtype)
+        return buffer[: self.code_bytes(numel)], buffer[start:end].view(self.scale_dtype)
 
     # What a format adds: the arithmetic on full rows, in plain torch. It is the definition; kernels must match it.
 
     @abc.abstractmethod
-    def encode_rows(self, rows: Tensor, codes: Tensor, scales: Tensor) -> bool:
-        """Encode each row of `rows` [n, k] into `codes` [n, k] uint8 and `scales` [n]; True if known to be finite."""
+    def encode_rows(self, rows: Tensor, codes: Tensor, scales: Tensor, noise: Tensor | None) -> bool:
+        """Encode each row of `rows` [n, k] into `codes` [n, row_bytes(k)] uint8 and `scales` [n].
+
+        Args:
+            noise: for stochastic rounding, numbers from 0 to 2**24 - 1, int32 [n, k].
+
+        Returns:
+            True if all elements are known to be finite.
+        """
 
     @abc.abstractmethod
     def decode_rows(self, codes: Tensor, scales: Tensor, out: Tensor, finite: bool) -> None:
-        """Decode `codes` [n, k] with `scales` [n] into `out` [n, k]."""
+        """Decode `codes` [n, row_bytes(k)] with `scales` [n] into `out` [n, k]."""
 
     # The protocol
 
-    def encode(self, flat: Tensor, limit: int | None = None) -> Payload:
+    def encode(self, flat: Tensor, limit: int | None = None, seed: int | None = None) -> Payload:
         buffer = torch.empty(self.nbytes(flat.numel()), dtype=torch.uint8, device=flat.device)
-        if flat.device.type == "cuda" and self.encode_by_kernel(flat, buffer):
+        if flat.device.type == "cuda" and self.encode_by_kernel(flat, buffer, seed):
             return Payload(self, buffer, flat.numel(), flat.dtype)
-        return self.encode_reference(flat, buffer)
+        return self.encode_reference(flat, buffer, seed)
 
-    def encode_by_kernel(self, flat: Tensor, buffer: Tensor) -> bool:
+    def encode_by_kernel(self, flat: Tensor, buffer: Tensor, seed: int | None = None) -> bool:
         """`encode` in one pass over memory; False, with nothing done, where no kernel can run."""
         offset = self.scales_offset(flat.numel())
-        return kernels.encode(self.kernel_family, flat, buffer, self.block_size, offset, *self.kernel_settings)
+        return kernels.encode(self.kernel_family, flat, buffer, self.block_size, offset, seed, *self.kernel_settings)
 
     def decode_by_kernel(self, payload: Payload, out: Tensor) -> bool:
         """`decode` in one pass over memory; False, with nothing done, where no kernel can run."""
         offset = self.scales_offset(payload.numel)
         return kernels.decode(self.kernel_family, payload.buffer, out, self.block_size, offset, *self.kernel_settings)
 
-    def encode_reference(self, flat: Tensor, buffer: Tensor | None = None) -> Payload:
+    def encode_reference(self, flat: Tensor, buffer: Tensor | None = None, seed: int | None = None) -> Payload:
         """`encode` in plain torch operations, on any device."""
         numel = flat.numel()
         if buffer is None:
             buffer = torch.empty(self.nbytes(numel), dtype=torch.uint8, device=flat.device)
-        buffer[numel : self.scales_offset(numel)] = 0
+        buffer[self.code_bytes(numel) : self.scales_offset(numel)] = 0
         codes, scales = self._split(buffer, numel)
         finite = True
-        for elements, blocks, width in self._pieces(numel, flat.device):
-            finite &= self.encode_rows(flat[elements].view(-1, width), codes[elements].view(-1, width), scales[blocks])
+        for piece in self._pieces(numel, flat.device):
+            noise = None
+            if seed is not None:
+                noise = philox.noise(seed, piece.elements.start, piece.elements.stop, flat.device)
+                noise = noise.view(-1, piece.width)
+            rows = flat[piece.elements].view(-1, piece.width)
+            finite &= self.encode_rows(rows, codes[piece.codes].view(len(rows), -1), scales[piece.blocks], noise)
         return Payload(self, buffer, numel, flat.dtype, finite)
 
     def decode(self, payload: Payload) -> Tensor:
@@ -187,19 +222,35 @@ class BlockCodec(Codec):
         if out is None:
             out = torch.empty(payload.numel, dtype=payload.dtype, device=payload.buffer.device)
         codes, scales = self.split(payload)
-        for elements, blocks, width in self._pieces(payload.numel, out.device):
-            self.decode_rows(
-                codes[elements].view(-1, width), scales[blocks], out[elements].view(-1, width), payload.finite
-            )
+        for piece in self._pieces(payload.numel, out.device):
+            rows = out[piece.elements].view(-1, piece.width)
+            self.decode_rows(codes[piece.codes].view(len(rows), -1), scales[piece.blocks], rows, payload.finite)
         return out
 
-    def _pieces(self, numel: int, device: torch.device) -> Iterator[tuple[slice, slice, int]]:
-        """(elements, blocks, row width) of each piece: rows of full blocks, then the rest as one short row."""
+    def _pieces(self, numel: int, device: torch.device) -> Iterator[Piece]:
+        """Rows of full blocks, some at a time, then the rest as one short row."""
         size = self.block_size
-        full = numel // size
+        full, rest = divmod(numel, size)
         step = max(1, _CHUNK // size) if device.type == "cpu" else max(1, full)
         for first in range(0, full, step):
-            last = min(full, first + step)
-            yield slice(first * size, last * size), slice(first, last), size
-        if numel > full * size:
-            yield slice(full * size, numel), slice(full, full + 1), numel - full * size
+            yield self._piece(first, min(full, first + step), size)
+        if rest:
+            yield self._piece(full, full + 1, rest)
+
+    def _piece(self, first: int, last: int, width: int) -> Piece:
+        size, bytes_before = self.block_size, first * self.row_bytes(self.block_size)
+        return Piece(
+            elements=slice(first * size, first * size + (last - first) * width),
+            codes=slice(bytes_before, bytes_before + (last - first) * self.row_bytes(width)),
+            blocks=slice(first, last),
+            width=width,
+        )
+
+
+class Piece(NamedTuple):
+    """Some neighbouring blocks of one width: their elements, the bytes of their codes, and their scales."""
+
+    elements: slice
+    codes: slice
+    blocks: slice
+    width: int

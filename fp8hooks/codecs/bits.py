@@ -1,5 +1,5 @@
-"""One bit an element, without loss: bool masks, and float tensors that hold zero and one other value (dropout's noise
-on a CPU)."""
+"""One bit an element: bool masks, and float tensors that hold zero and one other value (dropout's noise on a CPU),
+without loss; and the signs that are all of a tensor that some backwards look at."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Bits(Codec):
     name = "bits"
     dtypes = FLOATS | {torch.bool}
 
-    def encode(self, flat: Tensor, limit: int | None = None) -> Payload | None:
+    def encode(self, flat: Tensor, limit: int | None = None, seed: int | None = None) -> Payload | None:
         numel = flat.numel()
         if flat.dtype is torch.bool:
             return Payload(self, _pack(flat), numel, flat.dtype, finite=True)
@@ -46,6 +46,25 @@ class Bits(Codec):
 
     def error_bound(self, flat: Tensor) -> Tensor:
         return torch.zeros(flat.numel(), dtype=torch.float64, device=flat.device)
+
+
+class Signs(Codec):
+    """One bit an element: whether it is positive (or NaN), all that ReLU's backward asks. Decodes to 1 and 0."""
+
+    name = "signs"
+    dtypes = FLOATS
+
+    def encode(self, flat: Tensor, limit: int | None = None, seed: int | None = None) -> Payload:
+        return Payload(self, _pack(~(flat <= 0)), flat.numel(), flat.dtype, finite=True)
+
+    def decode(self, payload: Payload) -> Tensor:
+        return _unpack(payload.buffer, payload.numel).to(payload.dtype)
+
+    def nbytes(self, numel: int) -> int:
+        return -(-numel // 8)
+
+    def error_bound(self, flat: Tensor) -> Tensor:
+        return torch.where(flat <= 0, -flat, (flat - 1).abs()).double()
 
 
 def _pack(mask: Tensor) -> Tensor:

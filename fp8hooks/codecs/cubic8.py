@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8hooks.codecs.base import FLOATS, BlockCodec, choose
+from fp8hooks.codecs.base import FLOATS, BlockCodec, choose, stochastic_step
 
 ONE_SIGN_LEVELS, MIXED_LEVELS = 253, 125
 #: Least R: its reciprocal times 253**3 is finite.
@@ -45,7 +45,7 @@ class Cubic8(BlockCodec):
         bound = (1.5 * c * c + 1.5 * c + 1) * largest / levels**3 + x.abs() * 2.0**-20
         return torch.where((x == 0) | ~x.isfinite(), 0.0, bound)
 
-    def encode_rows(self, rows: Tensor, codes: Tensor, scales: Tensor) -> bool:
+    def encode_rows(self, rows: Tensor, codes: Tensor, scales: Tensor, noise: Tensor | None) -> bool:
         low, high = rows.amin(1).float(), rows.amax(1).float()
         on_cpu = rows.device.type == "cpu"
         finite = on_cpu and bool((low.isfinite() & high.isfinite()).all())
@@ -66,7 +66,11 @@ class Cubic8(BlockCodec):
         cubes = torch.mul(clean, inverse[:, None]).abs_()
         code = cubes.pow(1 / 3).round_()
         # pow is not the same everywhere; these comparisons are, and set right what it left off by one.
-        code += (cubes >= _cube(code + 0.5)).float() - (cubes < _cube(code - 0.5)).float()
+        if noise is None:
+            code += (cubes >= _cube(code + 0.5)).float() - (cubes < _cube(code - 0.5)).float()
+        else:
+            code += (cubes >= _cube(code + 1)).float() - (cubes < _cube(code)).float()
+            code += stochastic_step(cubes - _cube(code), _cube(code + 1) - _cube(code), noise)
         code = torch.minimum(code.clamp_(min=0), levels[:, None])
         code += (1 - code).clamp_(min=0) * (clean != 0).float()
         code += 128 * ((clean < 0) & mixed[:, None]).float()

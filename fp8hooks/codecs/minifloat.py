@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8hooks.codecs.base import FLOATS, BlockCodec, choose
+from fp8hooks.codecs.base import FLOATS, BlockCodec, choose, round_stochastically
+from fp8hooks.codecs.philox import BITS
 
 NAN_CODE = 0x7F
 
@@ -111,6 +112,20 @@ class Format:
         half = rounded.mul_(2.0**-self.half_exponent).to(torch.float16).view(torch.int16)
         return ((half >> self.half_shift) & 0x7F) | ((half >> 8) & 0x80)
 
+    def round_stochastically(self, scaled: Tensor, noise: Tensor) -> Tensor:
+        """Codes (int32) of finite float32 values within `max`, rounded up or down so that the mean is right.
+
+        Args:
+            noise: numbers from 0 to 2**24 - 1, int32.
+        """
+        bits = scaled.view(torch.int32)
+        drop = 23 - self.mantissa
+        # Normal codes: a carry out of the bits that are dropped.
+        large = (((bits & 0x7FFFFFFF) + (noise >> (BITS - drop))) >> drop) - ((127 - self.bias) << self.mantissa)
+        small = round_stochastically(scaled.abs() * (1 / self.step), noise).int()
+        code = torch.where(scaled.abs() < self.step * (1 << self.mantissa), small, large).clamp_(max=self.largest)
+        return code | ((bits >> 24) & 0x80)
+
 
 def power_of_two(biased: Tensor) -> Tensor:
     """float32 `2**(biased - 127)` for an int32 tensor of biased exponents in 1..254."""
@@ -144,7 +159,7 @@ class Minifloat(BlockCodec, abc.ABC):
         bound = torch.where(x.abs() < step / 2, step, bound)
         return torch.where((x == 0) | ~x.isfinite(), 0.0, bound)
 
-    def encode_rows(self, rows: Tensor, codes: Tensor, scales: Tensor) -> bool:
+    def encode_rows(self, rows: Tensor, codes: Tensor, scales: Tensor, noise: Tensor | None) -> bool:
         form = self.format
         amax = torch.maximum(rows.amax(1), -rows.amin(1)).float()
         # Only a CPU may look at the values: on a GPU that would stall the host.
@@ -162,7 +177,10 @@ class Minifloat(BlockCodec, abc.ABC):
         if not on_cpu or bool(top.any()):
             limit = choose(top, form.below_power, form.max)[:, None]
             scaled = scaled.clamp(-limit, limit)
-        if self.torch_dtype is None:
+        if noise is not None:
+            # At the very top of the dtype's range rounding up could make an infinity.
+            codes.copy_(form.round_stochastically(scaled, noise * ~top[:, None]))
+        elif self.torch_dtype is None:
             codes.copy_(form.round(scaled))
         else:
             codes.view(self.torch_dtype).copy_(scaled)

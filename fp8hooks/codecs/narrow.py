@@ -16,7 +16,7 @@ class Narrow(Codec):
     name = "narrow"
     dtypes = frozenset({torch.int64, torch.int32})
 
-    def encode(self, flat: Tensor, limit: int | None = None) -> Payload | None:
+    def encode(self, flat: Tensor, limit: int | None = None, seed: int | None = None) -> Payload | None:
         if limit is not None:
             least, most = 0, limit - 1
         elif flat.device.type == "cpu":

@@ -15,15 +15,24 @@ from torch import Tensor
 __all__ = ["decode", "encode"]
 
 
-def encode(family: str, flat: Tensor, buffer: Tensor, block_size: int, scales_offset: int, *settings: object) -> bool:
+def encode(
+    family: str,
+    flat: Tensor,
+    buffer: Tensor,
+    block_size: int,
+    scales_offset: int,
+    seed: int | None = None,
+    *settings: object,
+) -> bool:
     """Encode `flat` (float32, bfloat16 or float16, contiguous) into `buffer` (uint8, scales from `scales_offset`).
 
     Args:
-        family: `minifloat`, `int8` or `cubic8`.
-        settings: what the family needs besides: the format, for `minifloat`.
+        family: `minifloat`, `integers`, `square8` or `cubic8`.
+        seed: of stochastic rounding; None rounds to nearest.
+        settings: what the family needs besides: the format, for `minifloat`; the bits, for `integers`.
     """
     module = _load(family)
-    return module is not None and module.encode(*settings, flat, buffer, block_size, scales_offset)
+    return module is not None and module.encode(*settings, flat, buffer, block_size, scales_offset, seed)
 
 
 def decode(family: str, buffer: Tensor, out: Tensor, block_size: int, scales_offset: int, *settings: object) -> bool:

@@ -48,6 +48,28 @@ def store_rounded(pointers, value, inside, NATIVE_BF16: tl.constexpr):
         tl.store(pointers, value.to(pointers.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def bf16_bits_up(scale):
+    """bfloat16's bits of positive float32 scales, at least the smallest normal one, rounded up."""
+    return (tl.maximum(scale, 1.1754943508222875e-38).to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+
+
+@triton.jit
+def noise(seed, rows, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """24 random bits (int32) for each element of the rows, as `fp8hooks.codecs.philox.noise` has them."""
+    counters = rows[:, None] * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
+    low, high = counters.to(tl.uint32), (counters >> 32).to(tl.uint32)
+    a, b, c, d = tl.philox(seed, low, high, low * 0, low * 0)
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [ROWS, BLOCK])
+    return (words >> 8).to(tl.int32)
+
+
+@triton.jit
+def uniform(seed, rows, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """`noise` as float32 from 0 up to 1."""
+    return noise(seed, rows, BLOCK, ROWS).to(tl.float32) * 5.960464477539063e-08
+
+
 def native_bf16(device: torch.device) -> bool:
     """Whether float32 is rounded to bfloat16 in hardware (Ampere and later; not by Triton's interpreter)."""
     return _capability(device) >= (8, 0)
@@ -64,7 +86,14 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def launch(kernel: Any, on: Tensor, numel: int, block_size: int, *args: Any, **constants: Any) -> None:
-    """Run `kernel` over `numel` elements in rows of `block_size`, on the device and current stream of `on`."""
+    """Run `kernel` over `numel` elements in rows of `block_size`, on the device and current stream of `on`.
+
+    A constant `seed` is for encoders: a number, or None to round to nearest.
+    """
+    if "seed" in constants:
+        seed = constants.pop("seed")
+        args = (*args, seed or 0)
+        constants["STOCHASTIC"] = seed is not None
     rows = max(1, ELEMENTS // block_size)
     grid = (triton.cdiv(numel, rows * block_size),)
     # Contraction into fused multiply-adds would round differently from the reference.

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8hooks.codecs import cubic8
-from fp8hooks.kernels.common import launch, load_bits, native_bf16, store_rounded, tile
+from fp8hooks.kernels.common import launch, load_bits, native_bf16, store_rounded, tile, uniform
 
 
 @triton.jit
@@ -15,10 +15,11 @@ def _cube(x):
     return x * x * x
 
 
-@triton.jit
+# A seed is a number like any other: no variant of the kernel for some of them.
+@triton.jit(do_not_specialize=["seed"])
 def _encode(
-    x_ptr, buffer_ptr, numel, scales_offset,
-    MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    x_ptr, buffer_ptr, numel, scales_offset, seed,
+    MIN_SCALE: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     rows, offsets, inside = tile(numel, BLOCK, ROWS)
     bits = load_bits(x_ptr + offsets, inside)
@@ -38,9 +39,14 @@ def _encode(
     cubes = clean.to(tl.float32, bitcast=True) * inverse[:, None]
     root = tl.exp2(tl.log2(tl.maximum(cubes, 1e-30)) * 0.3333333333333333)
     code = (root + 12582912.0) - 12582912.0  # rounded to the nearest integer
-    up = tl.where(cubes >= _cube(code + 0.5), 1.0, 0.0)
-    down = tl.where(cubes < _cube(code - 0.5), 1.0, 0.0)
-    code = tl.minimum(tl.maximum(code + up - down, 0.0), levels[:, None]).to(tl.int32)
+    if STOCHASTIC:
+        code += tl.where(cubes >= _cube(code + 1), 1.0, 0.0) - tl.where(cubes < _cube(code), 1.0, 0.0)
+        distance = _cube(code + 1) - _cube(code)
+        up = uniform(seed, rows, BLOCK, ROWS) * distance < cubes - _cube(code)
+        code = tl.where(up, code + 1, code)
+    else:
+        code += tl.where(cubes >= _cube(code + 0.5), 1.0, 0.0) - tl.where(cubes < _cube(code - 0.5), 1.0, 0.0)
+    code = tl.minimum(tl.maximum(code, 0.0), levels[:, None]).to(tl.int32)
     code = tl.where((code == 0) & (clean != 0), 1, code)
     mixed_code = tl.where(magnitude == 0x7F800000, 126, code)
     mixed_code = tl.where((bits < 0) & (magnitude != 0), mixed_code | 0x80, mixed_code)
@@ -75,9 +81,9 @@ def _decode(
     store_rounded(out_ptr + offsets, tl.where(negative, -value, value), inside, NATIVE_BF16)
 
 
-def encode(flat: Tensor, buffer: Tensor, block_size: int, scales_offset: int) -> bool:
+def encode(flat: Tensor, buffer: Tensor, block_size: int, scales_offset: int, seed: int | None) -> bool:
     args = (flat, buffer, flat.numel(), scales_offset)
-    launch(_encode, flat, flat.numel(), block_size, *args, MIN_SCALE=cubic8.MIN_SCALE)
+    launch(_encode, flat, flat.numel(), block_size, *args, seed=seed, MIN_SCALE=cubic8.MIN_SCALE)
     return True
 
 

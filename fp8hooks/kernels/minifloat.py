@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8hooks.codecs.minifloat import Format
-from fp8hooks.kernels.common import launch, load_bits, native_bf16, native_fp8, store_rounded, tile
+from fp8hooks.kernels.common import launch, load_bits, native_bf16, native_fp8, noise, store_rounded, tile
 
 
 @triton.jit
@@ -35,6 +35,16 @@ def _round(magnitude, M: tl.constexpr, BIAS: tl.constexpr, STEP: tl.constexpr, N
 
 
 @triton.jit
+def _round_stochastically(magnitude, random, M: tl.constexpr, BIAS: tl.constexpr, STEP: tl.constexpr):
+    """As `_round`, up or down so that the mean is right; `random` is 24 bits."""
+    drop: tl.constexpr = 23 - M
+    # Normal codes: a carry out of the bits that are dropped.
+    large = ((magnitude.to(tl.int32, bitcast=True) + (random >> (24 - drop))) >> drop) - ((127 - BIAS) << M)
+    small = tl.floor(magnitude * (1 / STEP) + random.to(tl.float32) * 5.960464477539063e-08).to(tl.int32)
+    return tl.where(magnitude < STEP * (1 << M), small, large)
+
+
+@triton.jit
 def _value(magnitude, M: tl.constexpr, BIAS: tl.constexpr, NATIVE: tl.constexpr):
     """The float32 of each code without its sign."""
     if NATIVE and M == 3:
@@ -45,12 +55,13 @@ def _value(magnitude, M: tl.constexpr, BIAS: tl.constexpr, NATIVE: tl.constexpr)
     return value
 
 
-@triton.jit
+# A seed is a number like any other: no variant of the kernel for some of them.
+@triton.jit(do_not_specialize=["seed"])
 def _encode(
-    x_ptr, buffer_ptr, numel, scales_offset,
+    x_ptr, buffer_ptr, numel, scales_offset, seed,
     M: tl.constexpr, BIAS: tl.constexpr, STEP: tl.constexpr, INFINITY: tl.constexpr, CARRY: tl.constexpr,
     MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, LEAST_SCALE: tl.constexpr, TOP: tl.constexpr, TOP_MAX: tl.constexpr,
-    NATIVE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    NATIVE: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     rows, offsets, inside = tile(numel, BLOCK, ROWS)
     bits = load_bits(x_ptr + offsets, inside)
@@ -62,7 +73,11 @@ def _encode(
     limit = tl.where(biased >= TOP, TOP_MAX, MAX)
     scaled = magnitude.to(tl.float32, bitcast=True) * _power_of_two(254 - biased)[:, None]
     scaled = tl.where(finite, tl.minimum(scaled, limit[:, None]), 0.0)
-    code = _round(scaled, M, BIAS, STEP, NATIVE)
+    if STOCHASTIC:
+        random = tl.where((biased >= TOP)[:, None], 0, noise(seed, rows, BLOCK, ROWS))
+        code = tl.minimum(_round_stochastically(scaled, random, M, BIAS, STEP), INFINITY - 1)
+    else:
+        code = _round(scaled, M, BIAS, STEP, NATIVE)
     code = tl.where((code == 0) & (magnitude != 0), 1, code)
     code = tl.where(magnitude == 0x7F800000, INFINITY, code)
     code = code | ((bits >> 24) & 0x80)
@@ -105,12 +120,19 @@ def _encode_constants(form: Format, dtype: torch.dtype) -> dict[str, float]:
 
 
 def encode(
-    form: Format, flat: Tensor, buffer: Tensor, block_size: int, scales_offset: int, native: bool | None = None
+    form: Format,
+    flat: Tensor,
+    buffer: Tensor,
+    block_size: int,
+    scales_offset: int,
+    seed: int | None,
+    native: bool | None = None,
 ) -> bool:
     """`native` forces (or forbids) the hardware's FP8 conversion; the bytes are the same."""
     native = native_fp8(flat.device) if native is None else native
     args = (flat, buffer, flat.numel(), scales_offset)
-    launch(_encode, flat, flat.numel(), block_size, *args, NATIVE=native, **_encode_constants(form, flat.dtype))
+    constants = {**_encode_constants(form, flat.dtype), "NATIVE": native, "seed": seed}
+    launch(_encode, flat, flat.numel(), block_size, *args, **constants)
     return True
 
 
