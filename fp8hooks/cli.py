@@ -11,7 +11,7 @@ from rich.console import Console
 
 import fp8hooks
 from fp8hooks import audit_command
-from fp8hooks.bench import host, numerics
+from fp8hooks.bench import convergence, host, kernels, numerics
 from fp8hooks.demo import main as demo
 
 
@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add(commands, "audit", "the gradient's error of a model of yours", audit_command.add_arguments, audit_command.run)
     bench = commands.add_parser("bench", help="measure").add_subparsers(metavar="BENCH", required=True)
     _add(bench, "numerics", "the gradient's error by format", numerics.add_arguments, numerics.run)
+    _add(bench, "convergence", "where training ends", convergence.add_arguments, convergence.run)
+    _add(bench, "kernels", "the speed of encoding and decoding", kernels.add_arguments, kernels.run)
     _add(bench, "host", "what a save costs the host", host.add_arguments, host.run)
     options = parser.parse_args(arguments)
     try:

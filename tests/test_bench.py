@@ -27,6 +27,7 @@ def test_numerics_measures_every_setting_on_every_model(capsys, tmp_path) -> Non
         if result["setting"] == "policy":
             assert 0 < result["error"] < 0.1
             assert result["median"] <= result["worst"]
+            assert 0 < result["channel"] < 1
             assert 1.0 < result["bytes_per_element"] <= 1.05
 
 
@@ -41,6 +42,32 @@ def test_subjects_learn(name) -> None:
     with torch.no_grad():
         after = sum(float(subject.model(*batch)) for batch in batches)
     assert after < before
+
+
+def test_convergence_compares_settings_over_seeds(capsys, tmp_path) -> None:
+    out, picture = tmp_path / "curves.json", tmp_path / "curves.png"
+    formats = ["square8", "fp8_e4m3"]
+    arguments = ["--steps", "4", "--seeds", "2", "--out", str(out), "--plot", str(picture), "--formats", *formats]
+    assert cli.main(["bench", "convergence", *arguments]) == 0
+    curves = json.loads(out.read_text())
+    assert [(c["setting"], c["seed"]) for c in curves] == [(s, i) for s in ("exact", *formats) for i in (0, 1)]
+    assert all(len(c["losses"]) == 4 for c in curves)
+    assert curves[0]["losses"] != curves[1]["losses"]
+    assert curves[0]["losses"][0] == curves[2]["losses"][0]
+    assert picture.stat().st_size > 1000
+    assert "minus exact" in capsys.readouterr().out
+
+
+def test_kernels_measures_both_ways_on_any_device(capsys, tmp_path) -> None:
+    out = tmp_path / "kernels.json"
+    arguments = ["--device", "cpu", "--mib", "1", "--repeats", "1", "--codecs", "int8", "square8", "--out", str(out)]
+    assert cli.main(["bench", "kernels", *arguments]) == 0
+    results = json.loads(out.read_text())
+    assert {(r["codec"], r["what"]) for r in results} == {
+        (codec, what) for codec in ("int8", "square8") for what in ("encode", "decode")
+    }
+    assert all(r["gbytes_per_second"] > 0 and r["ratio"] > 0 for r in results)
+    assert "square8" in capsys.readouterr().out
 
 
 def test_bad_options(capsys) -> None:
