@@ -6,7 +6,7 @@ import fnmatch
 
 import torch
 
-from fp8hooks import codecs
+from fp8hooks import codecs, roles
 from fp8hooks.config import CompressConfig, Rule
 from fp8hooks.saved import Site
 
@@ -27,6 +27,8 @@ _EXACT_OPS = (
     "cov", "corrcoef", "var*", "std*",
 )  # fmt: skip
 
+_CUSTOM = Rule("exact", op="Function.*")
+
 #: The default policy; `format` stands for `CompressConfig.format`. First match wins.
 DEFAULT: tuple[Rule, ...] = (
     # Held by the module whether autograd saves them or not.
@@ -38,8 +40,9 @@ DEFAULT: tuple[Rule, ...] = (
     Rule("bits", role="mask"),
     # Lossless; max-pooling's int64 indices are twice the bytes of what they index.
     Rule("narrow", role="index"),
-    # Not ours to judge: a custom autograd.Function or operator may do anything with what it saves.
-    Rule("exact", op="Function.*"),
+    # Not ours to judge: a custom autograd.Function or operator may do anything with what it saves. (Not those of
+    # `fp8hooks.roles.KNOWN_FUNCTIONS`, of which it is known.)
+    _CUSTOM,
     Rule("exact", op="ops.*"),
     Rule("exact", op="unknown"),
     # Python 3.10 does not say which operation inside it saves; later versions do, and never give this name.
@@ -59,6 +62,7 @@ DEFAULT: tuple[Rule, ...] = (
     # A common offset eats FP8's mantissa: layer_norm of 0.03 n + 100 had a gradient 10,000 times too large with E4M3.
     # INT8 takes the offset off first. (rms_norm takes no mean away, and so has nothing that cancels.)
     *(Rule("int8", op=op) for op in ("layer_norm", "batch_norm", "group_norm", "instance_norm")),
+    *(Rule("int8", op=f"Function.*{kind}Norm*") for kind in ("Layer", "Batch", "Group")),
     # Backward takes 1 - y**2 or y (1 - y) of the result, which near 1 is all rounding: E4M3 makes 0.97 a 1. A saturated
     # RNN's gradient was 0.36 off with INT8, 0.07 with two bits more.
     *(Rule("int10", op=op) for op in ("tanh", "sigmoid", "lstm", "gru", "rnn_tanh")),
@@ -119,6 +123,8 @@ class Policy:
         if site.role == "weight":
             return codecs.EXACT, True
         for rule in (*self._user_rules, *DEFAULT):
+            if rule is _CUSTOM and site.op in roles.KNOWN_FUNCTIONS:
+                continue
             if matches(rule, site, dtype):
                 self._used.add(rule)
                 return rule.codec, True

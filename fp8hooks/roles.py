@@ -26,6 +26,20 @@ _CONTRACTION = frozenset(
     | {f"conv_transpose{n}d" for n in (1, 2, 3)}
     | {"lstm", "gru", "rnn_tanh", "rnn_relu", "convolution", "embedding_bag"}
 )
+# Custom autograd.Functions whose backward is known, by the name of their class, wherever they are copied to.
+_ATTENTION_FUNCTIONS = (
+    *(f"FlashAttn{kind}Func" for kind in ("", "QKVPacked", "KVPacked", "Varlen", "VarlenQKVPacked", "VarlenKVPacked")),
+    "_fMHA",  # xFormers
+)
+_NORM_FUNCTIONS = (
+    "LigerRMSNormFunction", "LigerLayerNormFunction", "LigerGroupNormFunction", "LigerFusedAddRMSNormFunction",
+    *(f"Fused{kind}Norm{tail}Function" for kind in ("Layer", "RMS")
+      for tail in ("", "Affine", "AffineMixedDtypes")),  # Apex
+    "SyncBatchNorm",
+)  # fmt: skip
+_PRODUCT_FUNCTIONS = ("LigerSiLUMulFunction", "LigerGELUMulFunction")
+#: Names of their operations.
+KNOWN_FUNCTIONS = frozenset(f"Function.{n}" for n in (*_ATTENTION_FUNCTIONS, *_NORM_FUNCTIONS, *_PRODUCT_FUNCTIONS))
 # An operand, or a by-product, this many times smaller than the largest operand is a statistic of it.
 _SMALL = 8
 
@@ -64,8 +78,12 @@ def weight_like(tensor: Tensor) -> bool:
     Modules hold their parameters anyway, and autocast its copies of them.
     """
     base = tensor._base
-    if base is not None and (type(base) is nn.Parameter or (base.requires_grad and base.is_leaf)):
-        return True
+    if base is not None:
+        if type(base) is nn.Parameter or (base.requires_grad and base.is_leaf):
+            return True
+        if tensor.grad_fn is None:
+            # A view made where nothing is recorded, inside a custom Function say, has no history and so looks a leaf.
+            return base.requires_grad and _only_casts_a_leaf(base)
     if tensor.requires_grad:
         return tensor.is_leaf or _only_casts_a_leaf(tensor)
     return type(tensor) is nn.Parameter
@@ -234,6 +252,31 @@ def _attention_by_product(tensor: Tensor, dims: int, otherwise: str) -> str:
     return "activation" if tensor.dim() < dims else otherwise
 
 
+def _result(tensor: Tensor, op: Op) -> bool:
+    """Whether a custom Function returns this tensor."""
+    node = tensor.grad_fn
+    return node is not None and node.name() == f"{op.name.removeprefix('Function.')}Backward"
+
+
+def _made_inside(tensor: Tensor) -> bool:
+    """Whether a custom Function made this tensor for itself: it is no operand with a history, nor a view of one."""
+    return tensor.grad_fn is None and tensor._base is None and not tensor.requires_grad
+
+
+def _fused_attention_role(tensor: Tensor, op: Op, call: Call | None, position: int | str | None, largest: int) -> str:
+    """q, k, v, [batch, length, heads, width] or packed; the output, alike; logsumexp in float32, without the width."""
+    if _result(tensor, op):
+        return "attention_vo"
+    if not _made_inside(tensor):
+        return "attention_qk"  # or v, which nothing tells from them
+    return "statistic" if tensor.dtype is torch.float32 and tensor.dim() < 4 else "attention_vo"
+
+
+def _fused_norm_role(tensor: Tensor, op: Op, call: Call | None, position: int | str | None, largest: int) -> str:
+    """The input, or the output in its place; mean and rstd in float32."""
+    return "statistic" if tensor.dtype is torch.float32 and _made_inside(tensor) else "activation"
+
+
 _Role = Callable[[Tensor, Op, Call | None, "int | str | None", int], str]
 _BY_OP: dict[str, _Role] = {
     name: role
@@ -244,6 +287,8 @@ _BY_OP: dict[str, _Role] = {
         (_PROBABILITY, _probability_role),
         (_ATTENTION, _attention_role),
         (_GRID, _grid_role),
+        ([f"Function.{name}" for name in _ATTENTION_FUNCTIONS], _fused_attention_role),
+        ([f"Function.{name}" for name in _NORM_FUNCTIONS], _fused_norm_role),
     )
     for name in names
 }
