@@ -61,7 +61,7 @@ class Tracker(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return func(*args, **kwargs) if kwargs else func(*args)
         outer = self.call
         self.call = Call(func, args, kwargs)

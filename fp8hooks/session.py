@@ -154,7 +154,10 @@ class _Context:
     def install(self) -> None:
         """Push the hooks and the mode onto this thread."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._tracker)
+            # Where nothing is recorded nothing is saved, and no operation need be watched. (What is saved where it is
+            # switched on again in there is told from the call stack alone.)
+            if torch.is_grad_enabled():
+                stack.enter_context(self._tracker)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._hooks))
             self._installed = stack.pop_all()
 

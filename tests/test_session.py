@@ -300,3 +300,19 @@ def test_on_a_gpu_the_memory_is_really_given_back() -> None:
     held(None)  # gradients, workspaces
     held(fp8hooks.compress())
     assert held(fp8hooks.compress()) < 0.55 * held(None)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_where_nothing_is_recorded_no_operation_is_watched(mode) -> None:
+    from torch.overrides import _get_current_function_mode_stack as modes
+
+    session = fp8hooks.compress()
+    with mode(), session:
+        assert not modes()
+        torch.randn(64, 64).exp()
+    assert not session.stats.tensors
+    x = torch.randn(64, 64)
+    with torch.no_grad(), session, torch.enable_grad():
+        loss = (x.requires_grad_() * 1).exp().sum()
+    loss.backward()
+    assert session.stats.savings > 0.5
