@@ -60,23 +60,22 @@ def geometry(sizes: tuple[int, ...], strides: tuple[int, ...]) -> Geometry | Non
     return Geometry(sizes, strides, core, numel, span)
 
 
-def flatten(tensor: Tensor, shape: Geometry) -> Tensor:
-    """The tensor's core in memory order, as a flat contiguous tensor: a view where dense, else a compact copy."""
+def core_of(tensor: Tensor, shape: Geometry) -> Tensor:
+    """The tensor's memory as a view whose elements are in memory order: contiguous where dense, else with gaps."""
     if shape.dense:
-        return tensor.as_strided((shape.numel,), (1,), tensor.storage_offset())
+        # Nobody who takes a core minds how many dimensions a contiguous one has, and a view costs a microsecond.
+        return tensor if tensor.is_contiguous() else tensor.as_strided((shape.numel,), (1,), tensor.storage_offset())
     sizes, strides = zip(*shape.core, strict=True)
-    return tensor.as_strided(sizes, strides, tensor.storage_offset()).reshape(-1)
+    return tensor.as_strided(sizes, strides, tensor.storage_offset())
 
 
-def restore(flat: Tensor, shape: Geometry) -> Tensor:
-    """The inverse of `flatten`: a tensor of the geometry's sizes and strides with the values of `flat`."""
-    if not shape.dense:
-        # The gaps belong to other tensors; nobody reads them here.
-        sizes, strides = zip(*shape.core, strict=True)
-        gapped = flat.new_empty(shape.span)
-        gapped.as_strided(sizes, strides).copy_(flat.view(sizes))
-        flat = gapped
-    return flat.as_strided(shape.sizes, shape.strides, 0)
+def like(shape: Geometry, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A new tensor of the geometry's sizes and strides, not written yet, and its core, to write into.
+
+    What lies in the core's gaps belonged to other tensors; nobody reads it here.
+    """
+    memory = torch.empty(shape.span, dtype=dtype, device=device)
+    return memory.as_strided(shape.sizes, shape.strides), core_of(memory, shape)
 
 
 class Storages:

@@ -143,8 +143,8 @@ class Packer:
             if self._plan is not None and save in self._plan.exact:
                 return self._save_exact(tensor, state, address, charge)
         codec = codecs.get(codecs.SIGNS if state.signs_suffice else state.codec, self._block_size)
-        flat = identity.flatten(tensor.detach(), shape)
-        payload = codec.encode(flat, limit, None if self._keys is None else self._keys.next())
+        core = identity.core_of(tensor, shape)
+        payload = codec.encode(core, limit, None if self._keys is None else self._keys.next())
         if payload is None:
             return self._save_exact(tensor, state, address, charge)
         packed = Packed(payload, shape)

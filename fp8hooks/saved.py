@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fp8hooks.codecs import Payload
-from fp8hooks.identity import Geometry, restore
+from fp8hooks.identity import Geometry, like
 
 
 class Site(NamedTuple):
@@ -60,7 +60,12 @@ class Packed:
         self.shape = shape
 
     def unpack(self) -> Tensor:
-        return restore(self.payload.decode(), self.shape)
+        payload, shape = self.payload, self.shape
+        if shape.dense:
+            return payload.decode().as_strided(shape.sizes, shape.strides)
+        tensor, core = like(shape, payload.dtype, payload.buffer.device)
+        payload.decode_into(core)
+        return tensor
 
 
 class Wrapped:

@@ -10,7 +10,7 @@ from torch import nn
 
 import fp8hooks
 from fp8hooks import CompressConfig, codecs
-from fp8hooks.identity import flatten, geometry, restore
+from fp8hooks.identity import core_of, geometry, like
 from tests import models
 
 BLOCK = 128
@@ -168,10 +168,11 @@ def test_buffers_are_left_to_their_module() -> None:
 )
 def test_geometry_goes_there_and_back(tensor) -> None:
     shape = geometry(tensor.shape, tensor.stride())
-    flat = flatten(tensor, shape)
-    assert flat.is_contiguous()
-    assert flat.numel() == shape.numel
-    back = restore(flat.clone(), shape)
+    core = core_of(tensor, shape)
+    assert core.numel() == shape.numel
+    assert core.is_contiguous() == shape.dense
+    back, target = like(shape, tensor.dtype, tensor.device)
+    target.copy_(core.reshape(target.shape))
     assert torch.equal(back, tensor)
     assert back.stride() == tensor.stride()
 

@@ -32,7 +32,7 @@ CONTEXTS: dict[str, _Context] = {
     "identity hook": _identity,
     "session, kept exact: too small": lambda: fp8hooks.compress(min_numel=1 << 30),
     "session, kept exact: by a rule": lambda: fp8hooks.compress(rules=[fp8hooks.Rule("exact")]),
-    "session, fp8_e4m3": fp8hooks.compress,
+    "session, square8": fp8hooks.compress,
     "session, int8": lambda: fp8hooks.compress(format="int8"),
 }
 

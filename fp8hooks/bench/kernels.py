@@ -19,6 +19,7 @@ from torch import Tensor
 from fp8hooks import codecs, identity
 from fp8hooks.codecs import BlockCodec, Payload
 from fp8hooks.devices import find_device
+from fp8hooks.saved import Packed
 
 LAYOUTS = ("dense", "chunk", "transposed")
 # Tensors by turns, so that none is still in the cache from the time before.
@@ -88,7 +89,7 @@ def measure(
         assert isinstance(codec, BlockCodec)
         shape = identity.geometry(tensors[0].shape, tensors[0].stride())
         assert shape is not None
-        payloads = [codec.encode(identity.flatten(tensor, shape)) for tensor in tensors]
+        payloads = [codec.encode(identity.core_of(tensor, shape)) for tensor in tensors]
         runs[name, "encode"] = _encode(codec, tensors, shape)
         runs[name, "decode"] = _decode(payloads, shape)
         moved[name, "encode"] = moved[name, "decode"] = numel * dtype.itemsize + codec.nbytes(numel)
@@ -103,11 +104,11 @@ def measure(
 
 
 def _encode(codec: BlockCodec, tensors: list[Tensor], shape: identity.Geometry) -> Callable[[int], object]:
-    return lambda i: codec.encode(identity.flatten(tensors[i], shape))
+    return lambda i: codec.encode(identity.core_of(tensors[i], shape))
 
 
 def _decode(payloads: list[Payload], shape: identity.Geometry) -> Callable[[int], object]:
-    return lambda i: identity.restore(payloads[i].decode(), shape)
+    return lambda i: Packed(payloads[i], shape).unpack()
 
 
 def _tensor(numel: int, dtype: torch.dtype, layout: str, device: torch.device) -> Tensor:

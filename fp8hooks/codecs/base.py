@@ -1,12 +1,15 @@
 """The protocol that every codec follows, and the frame that the block-scaled codecs share.
 
-A codec turns a *flat* tensor (one dimension, contiguous) into a :class:`Payload` and back. It knows nothing of
-autograd, shapes or strides: `fp8hooks.identity` has taken those off before, and puts them back after.
+A codec turns a *core*, a tensor whose elements are in the order of memory, into a :class:`Payload` and back. Mostly it
+is flat; with gaps between its runs (a slice of a fused buffer) it has more dimensions. A codec knows nothing of
+autograd, or of what was transposed, expanded or viewed: `fp8hooks.identity` has taken that off before, and puts it back
+after.
 """
 
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -67,6 +70,10 @@ class Payload:
         """A fresh flat tensor of `numel` elements and of `dtype`."""
         return self.codec.decode(self)
 
+    def decode_into(self, core: Tensor) -> None:
+        """Write what was encoded into a core of `numel` elements and of `dtype`."""
+        self.codec.decode_into(self, core)
+
 
 class Codec(abc.ABC):
     """One storage format. Instances are immutable and shared; equal names and settings give equal bytes."""
@@ -76,11 +83,11 @@ class Codec(abc.ABC):
     dtypes: frozenset[torch.dtype]
 
     @abc.abstractmethod
-    def encode(self, flat: Tensor, limit: int | None = None, seed: int | None = None) -> Payload | None:
-        """Store `flat` (one dimension, contiguous, a dtype of `dtypes`, at least one element).
+    def encode(self, core: Tensor, limit: int | None = None, seed: int | None = None) -> Payload | None:
+        """Store `core` (a dtype of `dtypes`, at least one element).
 
         Args:
-            flat: what to store.
+            core: what to store; its elements are in the order of memory.
             limit: if given, all elements are known to be whole numbers from 0 up to less than this.
             seed: if given, what is not lossless rounds stochastically: up or down, to neighbouring codes, with the
                 probabilities that make the mean right. The same 64-bit seed gives the same bytes.
@@ -92,6 +99,10 @@ class Codec(abc.ABC):
     @abc.abstractmethod
     def decode(self, payload: Payload) -> Tensor:
         """The tensor that `payload` stands for: flat, contiguous, of the payload's dtype, fresh each time."""
+
+    def decode_into(self, payload: Payload, core: Tensor) -> None:
+        """Write what `payload` stands for into `core`, which may have gaps."""
+        core.copy_(self.decode(payload).view(core.shape))
 
     @abc.abstractmethod
     def nbytes(self, numel: int) -> int:
@@ -147,8 +158,14 @@ class BlockCodec(Codec):
     def nblocks(self, numel: int) -> int:
         return -(-numel // self.block_size)
 
+    @functools.lru_cache(maxsize=1024)  # noqa: B019 (codecs are few, and live as long as the program)
+    def layout(self, numel: int) -> tuple[int, int]:
+        """The buffer's bytes, and `scales_offset`."""
+        offset = self.scales_offset(numel)
+        return offset + self.nblocks(numel) * self.scale_bytes, offset
+
     def nbytes(self, numel: int) -> int:
-        return self.scales_offset(numel) + self.nblocks(numel) * self.scale_bytes
+        return self.layout(numel)[0]
 
     def split(self, payload: Payload) -> tuple[Tensor, Tensor]:
         """Codes (uint8) and scales (`scale_dtype`, one a block) of a payload, as views of its buffer."""
@@ -178,20 +195,23 @@ class BlockCodec(Codec):
 
     # The protocol
 
-    def encode(self, flat: Tensor, limit: int | None = None, seed: int | None = None) -> Payload:
-        buffer = torch.empty(self.nbytes(flat.numel()), dtype=torch.uint8, device=flat.device)
-        if flat.device.type == "cuda" and self.encode_by_kernel(flat, buffer, seed):
-            return Payload(self, buffer, flat.numel(), flat.dtype)
-        return self.encode_reference(flat, buffer, seed)
+    def encode(self, core: Tensor, limit: int | None = None, seed: int | None = None) -> Payload:
+        numel = core.numel()
+        buffer = torch.empty(self.layout(numel)[0], dtype=torch.uint8, device=core.device)
+        if core.is_cuda and (
+            self.encode_by_kernel(core, buffer, seed) or self.encode_by_kernel(core.reshape(-1), buffer, seed)
+        ):
+            return Payload(self, buffer, numel, core.dtype)
+        return self.encode_reference(core.reshape(-1), buffer, seed)
 
-    def encode_by_kernel(self, flat: Tensor, buffer: Tensor, seed: int | None = None) -> bool:
+    def encode_by_kernel(self, core: Tensor, buffer: Tensor, seed: int | None = None) -> bool:
         """`encode` in one pass over memory; False, with nothing done, where no kernel can run."""
-        offset = self.scales_offset(flat.numel())
-        return kernels.encode(self.kernel_family, flat, buffer, self.block_size, offset, seed, *self.kernel_settings)
+        offset = self.layout(core.numel())[1]
+        return kernels.encode(self.kernel_family, core, buffer, self.block_size, offset, seed, *self.kernel_settings)
 
     def decode_by_kernel(self, payload: Payload, out: Tensor) -> bool:
         """`decode` in one pass over memory; False, with nothing done, where no kernel can run."""
-        offset = self.scales_offset(payload.numel)
+        offset = self.layout(payload.numel)[1]
         return kernels.decode(self.kernel_family, payload.buffer, out, self.block_size, offset, *self.kernel_settings)
 
     def encode_reference(self, flat: Tensor, buffer: Tensor | None = None, seed: int | None = None) -> Payload:
@@ -213,9 +233,13 @@ class BlockCodec(Codec):
 
     def decode(self, payload: Payload) -> Tensor:
         out = torch.empty(payload.numel, dtype=payload.dtype, device=payload.buffer.device)
-        if out.device.type == "cuda" and self.decode_by_kernel(payload, out):
+        if out.is_cuda and self.decode_by_kernel(payload, out):
             return out
         return self.decode_reference(payload, out)
+
+    def decode_into(self, payload: Payload, core: Tensor) -> None:
+        if not (core.is_cuda and self.decode_by_kernel(payload, core)):
+            super().decode_into(payload, core)
 
     def decode_reference(self, payload: Payload, out: Tensor | None = None) -> Tensor:
         """`decode` in plain torch operations, on any device."""

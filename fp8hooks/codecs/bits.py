@@ -22,7 +22,8 @@ class Bits(Codec):
     name = "bits"
     dtypes = FLOATS | {torch.bool}
 
-    def encode(self, flat: Tensor, limit: int | None = None, seed: int | None = None) -> Payload | None:
+    def encode(self, core: Tensor, limit: int | None = None, seed: int | None = None) -> Payload | None:
+        flat = core.reshape(-1)
         numel = flat.numel()
         if flat.dtype is torch.bool:
             return Payload(self, _pack(flat), numel, flat.dtype, finite=True)
@@ -54,7 +55,8 @@ class Signs(Codec):
     name = "signs"
     dtypes = FLOATS
 
-    def encode(self, flat: Tensor, limit: int | None = None, seed: int | None = None) -> Payload:
+    def encode(self, core: Tensor, limit: int | None = None, seed: int | None = None) -> Payload:
+        flat = core.reshape(-1)
         return Payload(self, _pack(~(flat <= 0)), flat.numel(), flat.dtype, finite=True)
 
     def decode(self, payload: Payload) -> Tensor:

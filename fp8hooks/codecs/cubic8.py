@@ -7,7 +7,7 @@ largest R the step is 1.2 % of it, at R/1000 12 % of that, and the least code is
 
 A block whose elements have one sign (zeros aside) has codes 0..253, 254 for an infinity and 255 for NaN. In another
 the high bit is the sign and the others are 0..125, 126, 127. The scale is the float32 R; its sign is that of the
-block, and its last mantissa bit says that signs are mixed.
+block, its last mantissa bit says that signs are mixed, and the one before that something is not finite.
 
 As in every codec here a non-zero element never becomes zero and no sign changes.
 """
@@ -40,7 +40,7 @@ class Cubic8(BlockCodec):
         x = flat.double()
         words = self.split(self.encode_reference(flat))[1].repeat_interleave(self.block_size)[: x.numel()]
         levels = choose((words & 1) != 0, MIXED_LEVELS, ONE_SIGN_LEVELS).double()
-        largest = (words & 0x7FFFFFFE).view(torch.float32).double()
+        largest = (words & 0x7FFFFFFC).view(torch.float32).double()
         c = levels * (x.abs() / largest).nan_to_num(posinf=0).pow(1 / 3)
         bound = (1.5 * c * c + 1.5 * c + 1) * largest / levels**3 + x.abs() * 2.0**-20
         return torch.where((x == 0) | ~x.isfinite(), 0.0, bound)
@@ -58,9 +58,11 @@ class Cubic8(BlockCodec):
         mixed, negative = (low < 0) & (high > 0), low < 0
         if not finite:
             low, high = clean.amin(1).float(), clean.amax(1).float()
-        largest = torch.maximum(high, -low).clamp_(min=MIN_SCALE).view(torch.int32) & -2
+        largest = torch.maximum(high, -low).clamp_(min=MIN_SCALE).view(torch.int32) & -4
         sign_bits = torch.where(negative & ~mixed, -0x80000000, 0).int()
         scales.copy_(largest | mixed.int() | sign_bits)
+        if not finite:
+            scales.bitwise_or_((~rows.isfinite()).any(1).int() << 1)
         levels = choose(mixed, MIXED_LEVELS, ONE_SIGN_LEVELS)
         inverse = (levels * levels * levels) / largest.view(torch.float32)
         cubes = torch.mul(clean, inverse[:, None]).abs_()
@@ -84,7 +86,7 @@ class Cubic8(BlockCodec):
 
     def decode_rows(self, codes: Tensor, scales: Tensor, out: Tensor, finite: bool) -> None:
         mixed = (scales & 1) != 0
-        largest = (scales & 0x7FFFFFFE).view(torch.float32)
+        largest = (scales & 0x7FFFFFFC).view(torch.float32)
         step = largest * choose(mixed, 1 / MIXED_LEVELS**3, 1 / ONE_SIGN_LEVELS**3)
         # In a one-sign block no code has a sign bit; all of them are negative or none.
         magnitude = codes & torch.where(mixed, 0x7F, 0xFF).to(torch.uint8)[:, None]

@@ -7,7 +7,7 @@ off first, so that a common offset costs no precision. Its codes are `2**(b-1)` 
 the offset, then one for an infinity and one for NaN.
 
 Scale and offset are bfloat16 bits in one int32: the scale in the lower half, the offset, which has the block's sign,
-in the upper. An offset of 0 marks a symmetric block.
+in the upper. An offset of 0 marks a symmetric block; the scale's own sign bit, one with infinities or NaN in it.
 
 As in every codec here a non-zero element never becomes zero and no sign changes.
 """
@@ -91,6 +91,8 @@ class Integers(BlockCodec, abc.ABC):
         bits = scale_bits(span)
         sign_bits = torch.where(one_sided & negative, -0x80000000, 0).int()
         scales.copy_(offset_bits | sign_bits | bits)
+        if not finite:
+            scales.bitwise_or_(wild.any(1).int() << 15)
         offset = float_bits(offset_bits | sign_bits)
         inverse = float_bits(scale_from_bits(bits).reciprocal().view(torch.int32) | sign_bits)
         steps = torch.sub(clean, offset[:, None]).mul_(inverse[:, None])
@@ -121,7 +123,7 @@ class Integers(BlockCodec, abc.ABC):
         steps = self.read_codes(codes, out.shape[1])
         offset = float_bits(scales & -0x10000)
         one_sided = offset != 0
-        scale = float_bits((scales << 16) | torch.where(offset < 0, -0x80000000, 0).int())
+        scale = float_bits(((scales & 0x7FFF) << 16) | torch.where(offset < 0, -0x80000000, 0).int())
         value = torch.add(steps, choose(one_sided, self.shift, 0.0)[:, None])
         value.mul_(scale[:, None]).add_(offset[:, None])
         if not finite:
@@ -153,7 +155,7 @@ def scale_bits(scale: Tensor) -> Tensor:
 
 def scale_from_bits(bits: Tensor) -> Tensor:
     """float32 of scales given as bfloat16's bits (int16 or int32)."""
-    return (bits.int() << 16).view(torch.float32)
+    return ((bits.int() & 0x7FFF) << 16).view(torch.float32)
 
 
 def with_specials(code: Tensor, rows: Tensor, infinity: int) -> Tensor:

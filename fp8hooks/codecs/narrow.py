@@ -16,7 +16,8 @@ class Narrow(Codec):
     name = "narrow"
     dtypes = frozenset({torch.int64, torch.int32})
 
-    def encode(self, flat: Tensor, limit: int | None = None, seed: int | None = None) -> Payload | None:
+    def encode(self, core: Tensor, limit: int | None = None, seed: int | None = None) -> Payload | None:
+        flat = core.reshape(-1)
         if limit is not None:
             least, most = 0, limit - 1
         elif flat.device.type == "cpu":

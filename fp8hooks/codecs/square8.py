@@ -5,8 +5,9 @@ is 1.6 % of R, at R/100 0.16 %, where INT8 has 0.8 % everywhere and FP8 E4M3 6 t
 distribution the noise is INT8's (0.7 % of the standard deviation), on one with long tails half of it; E3M4's is twice
 as large, E4M3's four times, on both. `fp8hooks.bench.numerics` measures what that does to gradients.
 
-127 and -127 stand for the infinities, -128 for NaN. The scale is R / 126**2, with R rounded up to bfloat16 (whose bits
-are stored): the largest element of a bfloat16 block, and any mask of zeros and one such number, comes back exactly.
+127 and -127 stand for the infinities, -128 for NaN. The scale is R / 126**2, with R rounded up to bfloat16, whose bits
+are stored; their sign marks a block with infinities or NaN in it. So the largest element of a bfloat16 block, and any
+mask of zeros and one such number, come back exactly.
 
 As in every codec here a non-zero element never becomes zero and no sign changes.
 """
@@ -51,10 +52,14 @@ class Square8(BlockCodec):
     def encode_rows(self, rows: Tensor, codes: Tensor, scales: Tensor, noise: Tensor | None) -> bool:
         clean, largest, finite = finite_part(rows)
         bits = scale_bits(largest.clamp_(min=LEAST_R)).clamp_(max=MOST_R[rows.dtype])
-        scales.copy_(bits)
-        squares = torch.mul(clean, (LEVELS**2 / scale_from_bits(bits))[:, None]).abs_()
+        scales.copy_(bits if finite else bits - ((~rows.isfinite()).any(1).int() << 15))
+        largest = scale_from_bits(bits)
+        # One division: a number over a tensor would be a reciprocal and a product, which rounds twice.
+        squares = torch.mul(clean, torch.full_like(largest, LEVELS**2).div_(largest)[:, None]).abs_()
         if noise is None:
-            code = squares.sqrt_().round_()
+            # Whole numbers of halves are as good, since rounding a root turns between them, at n * n + n + 1/4; and
+            # their roots are so far from n + 1/2 that an approximate root (a GPU's) is rounded alike.
+            code = squares.clamp_(min=0.26).add_(6291456.0).sub_(6291456.0).sqrt_().round_()
         else:
             code = squares.sqrt().floor_()
             code += stochastic_step(squares - code * code, 2 * code + 1, noise)

@@ -1,7 +1,7 @@
 """Triton kernels for the block codecs: one pass over memory each way. Only this folder knows Triton.
 
-Each function here launches one kernel and returns True, or returns False where none can run (no Triton, a GPU that
-it does not support), so that the caller falls back on plain torch. The bytes are the same either way.
+Each function here launches one kernel and returns True, or returns False where none can run (no Triton, memory that
+is strided otherwise than in runs of whole blocks), so that the caller falls back. The bytes are the same either way.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["decode", "encode"]
 
 def encode(
     family: str,
-    flat: Tensor,
+    core: Tensor,
     buffer: Tensor,
     block_size: int,
     scales_offset: int,
     seed: int | None = None,
     *settings: object,
 ) -> bool:
-    """Encode `flat` (float32, bfloat16 or float16, contiguous) into `buffer` (uint8, scales from `scales_offset`).
+    """Encode `core` (float32, bfloat16 or float16) into `buffer` (uint8, scales from `scales_offset`).
 
     Args:
         family: `minifloat`, `integers`, `square8` or `cubic8`.
@@ -32,11 +32,11 @@ def encode(
         settings: what the family needs besides: the format, for `minifloat`; the bits, for `integers`.
     """
     module = _load(family)
-    return module is not None and module.encode(*settings, flat, buffer, block_size, scales_offset, seed)
+    return module is not None and module.encode(*settings, core, buffer, block_size, scales_offset, seed)
 
 
 def decode(family: str, buffer: Tensor, out: Tensor, block_size: int, scales_offset: int, *settings: object) -> bool:
-    """Decode `buffer`, as `encode` writes it, into `out` (flat, contiguous, any of the three dtypes)."""
+    """Decode `buffer`, as `encode` writes it, into `out` (a core, of any of the three dtypes)."""
     module = _load(family)
     return module is not None and module.decode(*settings, buffer, out, block_size, scales_offset)
 

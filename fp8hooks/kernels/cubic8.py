@@ -7,7 +7,21 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8hooks.codecs import cubic8
-from fp8hooks.kernels.common import launch, load_bits, native_bf16, store_rounded, tile, uniform
+from fp8hooks.kernels.common import (
+    NUMBERS,
+    all_at_most,
+    load,
+    load_floats,
+    load_rows,
+    locate,
+    native_bf16,
+    row_max,
+    store,
+    store_floats,
+    store_rows,
+    uniform,
+)
+from fp8hooks.kernels.launch import launch, layout_of, signed
 
 
 @triton.jit
@@ -15,80 +29,135 @@ def _cube(x):
     return x * x * x
 
 
-# A seed is a number like any other: no variant of the kernel for some of them.
-@triton.jit(do_not_specialize=["seed"])
-def _encode(
-    x_ptr, buffer_ptr, numel, scales_offset, seed,
-    MIN_SCALE: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+@triton.jit
+def _codes(
+    x, low, high, seed, first_row,
+    MIN_SCALE: tl.constexpr, TAME: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    rows, offsets, inside = tile(numel, BLOCK, ROWS)
-    bits = load_bits(x_ptr + offsets, inside)
-    magnitude = bits & 0x7FFFFFFF
-    finite = magnitude < 0x7F800000
-    # What has a sign: neither zero nor NaN.
-    signed = (magnitude != 0) & (magnitude <= 0x7F800000)
-    some_negative = tl.max(tl.where(signed & (bits < 0), 1, 0), axis=1)
-    some_positive = tl.max(tl.where(signed & (bits >= 0), 1, 0), axis=1)
-    mixed = some_negative + some_positive == 2
-    clean = tl.where(finite, magnitude, 0)
-    # Bits of non-negative floats order as the floats do.
-    largest = tl.maximum(tl.max(clean, axis=1).to(tl.float32, bitcast=True), MIN_SCALE)
-    largest_bits = largest.to(tl.int32, bitcast=True) & -2
+    """Codes and words of rows; TAME ones are finite."""
+    magnitude = tl.abs(x)
+    if TAME:
+        some_negative, some_positive = low < 0, high > 0
+        largest = tl.maximum(tl.abs(low), tl.abs(high))
+    else:
+        # Infinities have signs, but are no measure of size; NaN has none.
+        some_negative = tl.max((x < 0).to(tl.int32), axis=1) != 0
+        some_positive = tl.max((x > 0).to(tl.int32), axis=1) != 0
+        magnitude = tl.where(magnitude < float("inf"), magnitude, 0.0)
+        largest = tl.max(magnitude, axis=1)
+    mixed = some_negative & some_positive
+    largest_bits = tl.maximum(largest, MIN_SCALE).to(tl.int32, bitcast=True) & -4
     levels = tl.where(mixed, 125.0, 253.0)
     inverse = tl.math.div_rn(_cube(levels), largest_bits.to(tl.float32, bitcast=True))
-    cubes = clean.to(tl.float32, bitcast=True) * inverse[:, None]
+    cubes = magnitude * inverse[:, None]
     root = tl.exp2(tl.log2(tl.maximum(cubes, 1e-30)) * 0.3333333333333333)
     code = (root + 12582912.0) - 12582912.0  # rounded to the nearest integer
     if STOCHASTIC:
         code += tl.where(cubes >= _cube(code + 1), 1.0, 0.0) - tl.where(cubes < _cube(code), 1.0, 0.0)
         distance = _cube(code + 1) - _cube(code)
-        up = uniform(seed, rows, BLOCK, ROWS) * distance < cubes - _cube(code)
+        up = uniform(seed, first_row, BLOCK, ROWS) * distance < cubes - _cube(code)
         code = tl.where(up, code + 1, code)
     else:
         code += tl.where(cubes >= _cube(code + 0.5), 1.0, 0.0) - tl.where(cubes < _cube(code - 0.5), 1.0, 0.0)
-    code = tl.minimum(tl.maximum(code, 0.0), levels[:, None]).to(tl.int32)
-    code = tl.where((code == 0) & (clean != 0), 1, code)
-    mixed_code = tl.where(magnitude == 0x7F800000, 126, code)
-    mixed_code = tl.where((bits < 0) & (magnitude != 0), mixed_code | 0x80, mixed_code)
-    mixed_code = tl.where(magnitude > 0x7F800000, 127, mixed_code)
-    one_code = tl.where(magnitude == 0x7F800000, 254, code)
-    one_code = tl.where(magnitude > 0x7F800000, 255, one_code)
-    code = tl.where(mixed[:, None], mixed_code, one_code)
-    tl.store(buffer_ptr + offsets, code.to(tl.uint8), mask=inside)
-    word = tl.where(mixed, largest_bits | 1, tl.where(some_negative != 0, largest_bits | -0x80000000, largest_bits))
-    words = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int32))
-    tl.store(words + rows, word.to(tl.int32), mask=rows * BLOCK < numel)
+    code = tl.where(magnitude == 0, 0.0, tl.minimum(tl.maximum(code, 1.0), levels[:, None])).to(tl.int32)
+    sign = tl.where(x < 0, 0x80, 0) & tl.where(mixed, 0x80, 0)[:, None]
+    word = tl.where(mixed, largest_bits | 1, tl.where(some_negative, largest_bits | -0x80000000, largest_bits))
+    if not TAME:
+        infinite = tl.abs(x) == float("inf")
+        code = tl.where(infinite, tl.where(mixed, 126, 254)[:, None], code)
+        code = tl.where(x != x, tl.where(mixed, 127, 255)[:, None], code)
+        sign = tl.where(x != x, 0, sign)
+        wild = tl.max((~(tl.abs(x) < float("inf"))).to(tl.int32), axis=1)
+        word = word | (wild << 1)
+    return code | sign, word
 
 
-@triton.jit
-def _decode(
-    buffer_ptr, out_ptr, numel, scales_offset,
-    LEAST: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, NATIVE_BF16: tl.constexpr,
+@triton.jit(do_not_specialize=NUMBERS)
+def _encode(
+    x_ptr, buffer_ptr,
+    numel: tl.int64, scales_offset: tl.int64, seed: tl.int64,
+    run: tl.int64, middle: tl.int64, middle_stride: tl.int64, outer_stride: tl.int64,
+    MIN_SCALE: tl.constexpr, STOCHASTIC: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    rows, offsets, inside = tile(numel, BLOCK, ROWS)
-    raw = tl.load(buffer_ptr + offsets, mask=inside, other=0).to(tl.int32)
-    words = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int32))
-    word = tl.load(words + rows, mask=rows * BLOCK < numel, other=0)
-    mixed = (word & 1) != 0
-    largest = (word & 0x7FFFFFFE).to(tl.float32, bitcast=True)
-    step = largest * tl.where(mixed, 5.12e-07, 6.175020965739934e-08)
-    code = raw & tl.where(mixed, 0x7F, 0xFF)[:, None]
-    value = tl.minimum(_cube(code.to(tl.float32)) * step[:, None], largest[:, None])
-    value = tl.where(code != 0, tl.maximum(value, LEAST), value)
-    value = tl.where(code == tl.where(mixed, 126, 254)[:, None], float("inf"), value)
-    value = tl.where(code == tl.where(mixed, 127, 255)[:, None], float("nan"), value)
-    negative = tl.where(mixed[:, None], raw > 0x7F, (word < 0)[:, None])
-    store_rounded(out_ptr + offsets, tl.where(negative, -value, value), inside, NATIVE_BF16)
+    for turn in range(TURNS):
+        first_row = (tl.program_id(0).to(tl.int64) * TURNS + turn) * ROWS
+        full = (first_row + ROWS) * BLOCK <= numel
+        base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
+        x = load_floats(x_ptr + base + offsets, full, first_row, numel, BLOCK, ROWS)
+        high, low = row_max(x), -row_max(-x)
+        if all_at_most(tl.maximum(high, -low, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e38):
+            code, word = _codes(x, low, high, seed, first_row, MIN_SCALE, True, STOCHASTIC, BLOCK, ROWS)
+        else:
+            code, word = _codes(x, low, high, seed, first_row, MIN_SCALE, False, STOCHASTIC, BLOCK, ROWS)
+        rows = tl.arange(0, ROWS)
+        places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        store(buffer_ptr + first_row * BLOCK + places, code.to(tl.uint8), full, first_row, numel, BLOCK, ROWS)
+        words_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int32)) + first_row
+        store_rows(words_ptr, word.to(tl.int32), full, first_row, numel, BLOCK, ROWS)
 
 
-def encode(flat: Tensor, buffer: Tensor, block_size: int, scales_offset: int, seed: int | None) -> bool:
-    args = (flat, buffer, flat.numel(), scales_offset)
-    launch(_encode, flat, flat.numel(), block_size, *args, seed=seed, MIN_SCALE=cubic8.MIN_SCALE)
+@triton.jit(do_not_specialize=NUMBERS)
+def _decode(
+    buffer_ptr, out_ptr,
+    numel: tl.int64, scales_offset: tl.int64,
+    run: tl.int64, middle: tl.int64, middle_stride: tl.int64, outer_stride: tl.int64,
+    LEAST: tl.constexpr, NATIVE_BF16: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    for turn in range(TURNS):
+        first_row = (tl.program_id(0).to(tl.int64) * TURNS + turn) * ROWS
+        full = (first_row + ROWS) * BLOCK <= numel
+        rows = tl.arange(0, ROWS)
+        places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        raw = load(buffer_ptr + first_row * BLOCK + places, full, first_row, numel, BLOCK, ROWS).to(tl.int32)
+        words_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int32)) + first_row
+        word = load_rows(words_ptr, full, first_row, numel, BLOCK, ROWS)
+        mixed = (word & 1) != 0
+        largest = (word & 0x7FFFFFFC).to(tl.float32, bitcast=True)
+        step = largest * tl.where(mixed, 5.12e-07, 6.175020965739934e-08)
+        code = raw & tl.where(mixed, 0x7F, 0xFF)[:, None]
+        value = tl.minimum(_cube(code.to(tl.float32)) * step[:, None], largest[:, None])
+        value = tl.where(code != 0, tl.maximum(value, LEAST), value)
+        if tl.max(word & 2, 0) != 0:
+            value = tl.where(code == tl.where(mixed, 126, 254)[:, None], float("inf"), value)
+            value = tl.where(code == tl.where(mixed, 127, 255)[:, None], float("nan"), value)
+        negative = tl.where(mixed[:, None], raw > 0x7F, (word < 0)[:, None])
+        base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
+        store_floats(
+            out_ptr + base + offsets,
+            tl.where(negative, -value, value),
+            full,
+            first_row,
+            numel,
+            NATIVE_BF16,
+            BLOCK,
+            ROWS,
+        )
+
+
+def encode(core: Tensor, buffer: Tensor, block_size: int, scales_offset: int, seed: int | None) -> bool:
+    found = layout_of(core, block_size)
+    if found is None:
+        return False
+    layout, places = found
+    numel = core.numel()
+
+    def constants() -> tuple[object, ...]:
+        return cubic8.MIN_SCALE, seed is not None, layout
+
+    numbers = (numel, scales_offset, signed(seed), *places)
+    launch(_encode, (layout, seed is not None), (core, buffer), numbers, constants, numel, block_size)
     return True
 
 
 def decode(buffer: Tensor, out: Tensor, block_size: int, scales_offset: int) -> bool:
-    args = (buffer, out, out.numel(), scales_offset)
-    constants = {"LEAST": cubic8.LEAST[out.dtype], "NATIVE_BF16": native_bf16(out.device)}
-    launch(_decode, out, out.numel(), block_size, *args, **constants)
+    found = layout_of(out, block_size)
+    if found is None:
+        return False
+    layout, places = found
+    numel = out.numel()
+
+    def constants() -> tuple[object, ...]:
+        return cubic8.LEAST[out.dtype], native_bf16(out.device), layout
+
+    launch(_decode, (layout,), (buffer, out), (numel, scales_offset, *places), constants, numel, block_size)
     return True

@@ -10,7 +10,23 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8hooks.codecs.minifloat import Format
-from fp8hooks.kernels.common import launch, load_bits, native_bf16, native_fp8, noise, store_rounded, tile
+from fp8hooks.kernels.common import (
+    NUMBERS,
+    all_at_most,
+    load,
+    load_floats,
+    load_rows,
+    locate,
+    native_bf16,
+    native_fp8,
+    noise,
+    row_max,
+    store,
+    store_floats,
+    store_rows,
+    with_sign,
+)
+from fp8hooks.kernels.launch import launch, layout_of, signed
 
 
 @triton.jit
@@ -19,109 +35,146 @@ def _power_of_two(biased):
 
 
 @triton.jit
-def _round(magnitude, M: tl.constexpr, BIAS: tl.constexpr, STEP: tl.constexpr, NATIVE: tl.constexpr):
-    """The code of each float32 from 0 to the format's largest, rounded to nearest, ties to even."""
+def _round(scaled, M: tl.constexpr, BIAS: tl.constexpr, STEP: tl.constexpr, NATIVE: tl.constexpr):
+    """The code of each float32 within the format's range, rounded to nearest, ties to even."""
     if NATIVE and M == 3:
-        code = magnitude.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+        code = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     elif NATIVE and M == 2:
-        code = magnitude.to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.int32)
+        code = scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
     else:
-        bits = magnitude.to(tl.int32, bitcast=True)
+        bits = scaled.to(tl.int32, bitcast=True)
+        magnitude = tl.abs(scaled)
         drop: tl.constexpr = 23 - M
+        # Adding a large power of two rounds to whole subnormal steps.
         small = (magnitude + STEP * 8388608.0).to(tl.int32, bitcast=True) & ((2 << M) - 1)
-        large = ((bits + ((1 << (drop - 1)) - 1) + ((bits >> drop) & 1)) >> drop) - ((127 - BIAS) << M)
-        code = tl.where(magnitude < STEP * (1 << M), small, large)
+        kept = bits & 0x7FFFFFFF
+        large = ((kept + ((1 << (drop - 1)) - 1) + ((kept >> drop) & 1)) >> drop) - ((127 - BIAS) << M)
+        code = (tl.where(magnitude < STEP * (1 << M), small, large) | ((bits >> 24) & 0x80)).to(tl.uint8)
     return code
 
 
 @triton.jit
-def _round_stochastically(magnitude, random, M: tl.constexpr, BIAS: tl.constexpr, STEP: tl.constexpr):
+def _round_stochastically(scaled, random, M: tl.constexpr, BIAS: tl.constexpr, STEP: tl.constexpr):
     """As `_round`, up or down so that the mean is right; `random` is 24 bits."""
+    bits = scaled.to(tl.int32, bitcast=True)
+    magnitude = tl.abs(scaled)
     drop: tl.constexpr = 23 - M
     # Normal codes: a carry out of the bits that are dropped.
-    large = ((magnitude.to(tl.int32, bitcast=True) + (random >> (24 - drop))) >> drop) - ((127 - BIAS) << M)
+    large = (((bits & 0x7FFFFFFF) + (random >> (24 - drop))) >> drop) - ((127 - BIAS) << M)
     small = tl.floor(magnitude * (1 / STEP) + random.to(tl.float32) * 5.960464477539063e-08).to(tl.int32)
-    return tl.where(magnitude < STEP * (1 << M), small, large)
+    return tl.where(magnitude < STEP * (1 << M), small, large), (bits >> 24) & 0x80
 
 
 @triton.jit
-def _value(magnitude, M: tl.constexpr, BIAS: tl.constexpr, NATIVE: tl.constexpr):
-    """The float32 of each code without its sign."""
-    if NATIVE and M == 3:
-        value = magnitude.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    else:
-        half = (magnitude << (10 - M)).to(tl.int16).to(tl.float16, bitcast=True)
-        value = half.to(tl.float32) * (1 << (15 - BIAS))
-    return value
-
-
-# A seed is a number like any other: no variant of the kernel for some of them.
-@triton.jit(do_not_specialize=["seed"])
-def _encode(
-    x_ptr, buffer_ptr, numel, scales_offset, seed,
+def _codes(
+    x, largest, seed, first_row,
     M: tl.constexpr, BIAS: tl.constexpr, STEP: tl.constexpr, INFINITY: tl.constexpr, CARRY: tl.constexpr,
     MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, LEAST_SCALE: tl.constexpr, TOP: tl.constexpr, TOP_MAX: tl.constexpr,
-    NATIVE: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    NATIVE: tl.constexpr, TAME: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    rows, offsets, inside = tile(numel, BLOCK, ROWS)
-    bits = load_bits(x_ptr + offsets, inside)
-    magnitude = bits & 0x7FFFFFFF
-    finite = magnitude < 0x7F800000
-    # Bits of non-negative floats order as the floats do.
-    amax = tl.max(tl.where(finite, magnitude, 0), axis=1)
-    biased = tl.maximum(((amax + CARRY) >> 23) - MAX_EXPONENT, LEAST_SCALE)
-    limit = tl.where(biased >= TOP, TOP_MAX, MAX)
-    scaled = magnitude.to(tl.float32, bitcast=True) * _power_of_two(254 - biased)[:, None]
-    scaled = tl.where(finite, tl.minimum(scaled, limit[:, None]), 0.0)
+    """Codes and scales of rows; TAME ones are finite, and below the top of the range."""
+    clean = x
+    if not TAME:
+        clean = tl.where(tl.abs(x) < float("inf"), x, 0.0)
+        largest = tl.max(tl.abs(clean), axis=1)
+    biased = tl.maximum(((largest.to(tl.int32, bitcast=True) + CARRY) >> 23) - MAX_EXPONENT, LEAST_SCALE)
+    scaled = clean * _power_of_two(254 - biased)[:, None]
+    if not TAME:
+        limit = tl.where(biased >= TOP, TOP_MAX, MAX)[:, None]
+        scaled = tl.minimum(tl.maximum(scaled, -limit), limit)
     if STOCHASTIC:
-        random = tl.where((biased >= TOP)[:, None], 0, noise(seed, rows, BLOCK, ROWS))
-        code = tl.minimum(_round_stochastically(scaled, random, M, BIAS, STEP), INFINITY - 1)
+        random = tl.where((biased >= TOP)[:, None], 0, noise(seed, first_row, BLOCK, ROWS))
+        code, sign = _round_stochastically(scaled, random, M, BIAS, STEP)
+        code = tl.where(clean == 0, 0, tl.maximum(tl.minimum(code, INFINITY - 1), 1))
+        code = (code | tl.where(x != x, 0, sign)).to(tl.uint8)
     else:
-        code = _round(scaled, M, BIAS, STEP, NATIVE)
-    code = tl.where((code == 0) & (magnitude != 0), 1, code)
-    code = tl.where(magnitude == 0x7F800000, INFINITY, code)
-    code = code | ((bits >> 24) & 0x80)
-    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
-    tl.store(buffer_ptr + offsets, code.to(tl.uint8), mask=inside)
-    tl.store(buffer_ptr + scales_offset + rows, biased.to(tl.uint8), mask=rows * BLOCK < numel)
+        # What is not zero takes a step.
+        large_enough = with_sign(tl.maximum(tl.abs(scaled), STEP), x)
+        code = _round(tl.where(clean == 0, scaled, large_enough), M, BIAS, STEP, NATIVE)
+    if not TAME:
+        infinity = tl.where(x < 0, INFINITY | 0x80, INFINITY)
+        code = tl.where(tl.abs(x) == float("inf"), infinity, code.to(tl.int32))
+        code = tl.where(x != x, 0x7F, code).to(tl.uint8)
+    return code, biased
 
 
-@triton.jit
-def _decode(
-    buffer_ptr, out_ptr, numel, scales_offset,
-    M: tl.constexpr, BIAS: tl.constexpr, INFINITY: tl.constexpr,
-    NATIVE: tl.constexpr, NATIVE_BF16: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+@triton.jit(do_not_specialize=NUMBERS)
+def _encode(
+    x_ptr, buffer_ptr,
+    numel: tl.int64, scales_offset: tl.int64, seed: tl.int64,
+    run: tl.int64, middle: tl.int64, middle_stride: tl.int64, outer_stride: tl.int64,
+    M: tl.constexpr, BIAS: tl.constexpr, STEP: tl.constexpr, INFINITY: tl.constexpr, CARRY: tl.constexpr,
+    MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, LEAST_SCALE: tl.constexpr, TOP: tl.constexpr, TOP_MAX: tl.constexpr,
+    TAME_MAX: tl.constexpr, NATIVE: tl.constexpr, STOCHASTIC: tl.constexpr, LAYOUT: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    rows, offsets, inside = tile(numel, BLOCK, ROWS)
-    code = tl.load(buffer_ptr + offsets, mask=inside, other=0).to(tl.int32)
-    biased = tl.load(buffer_ptr + scales_offset + rows, mask=rows * BLOCK < numel, other=127).to(tl.int32)
-    magnitude = code & 0x7F
-    value = _value(magnitude, M, BIAS, NATIVE) * _power_of_two(biased)[:, None]
-    value = tl.where(magnitude == INFINITY, float("inf"), value)
-    bits = value.to(tl.int32, bitcast=True)
-    bits = tl.where(magnitude == 0x7F, 0x7FC00000, bits) | ((code & 0x80) << 24)
-    store_rounded(out_ptr + offsets, bits.to(tl.float32, bitcast=True), inside, NATIVE_BF16)
+    for turn in range(TURNS):
+        first_row = (tl.program_id(0).to(tl.int64) * TURNS + turn) * ROWS
+        full = (first_row + ROWS) * BLOCK <= numel
+        base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
+        x = load_floats(x_ptr + base + offsets, full, first_row, numel, BLOCK, ROWS)
+        largest = row_max(tl.abs(x))
+        if all_at_most(largest, TAME_MAX):
+            code, biased = _codes(
+                x, largest, seed, first_row, M, BIAS, STEP, INFINITY, CARRY, MAX, MAX_EXPONENT, LEAST_SCALE, TOP, TOP_MAX,
+                NATIVE, True, STOCHASTIC, BLOCK, ROWS,
+            )  # fmt: skip
+        else:
+            code, biased = _codes(
+                x, largest, seed, first_row, M, BIAS, STEP, INFINITY, CARRY, MAX, MAX_EXPONENT, LEAST_SCALE, TOP, TOP_MAX,
+                NATIVE, False, STOCHASTIC, BLOCK, ROWS,
+            )  # fmt: skip
+        rows = tl.arange(0, ROWS)
+        places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        store(buffer_ptr + first_row * BLOCK + places, code, full, first_row, numel, BLOCK, ROWS)
+        store_rows(buffer_ptr + scales_offset + first_row, biased.to(tl.uint8), full, first_row, numel, BLOCK, ROWS)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _decode(
+    buffer_ptr, out_ptr,
+    numel: tl.int64, scales_offset: tl.int64,
+    run: tl.int64, middle: tl.int64, middle_stride: tl.int64, outer_stride: tl.int64,
+    M: tl.constexpr, BIAS: tl.constexpr, INFINITY: tl.constexpr, NATIVE: tl.constexpr, NATIVE_BF16: tl.constexpr,
+    LAYOUT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    for turn in range(TURNS):
+        first_row = (tl.program_id(0).to(tl.int64) * TURNS + turn) * ROWS
+        full = (first_row + ROWS) * BLOCK <= numel
+        rows = tl.arange(0, ROWS)
+        places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        code = load(buffer_ptr + first_row * BLOCK + places, full, first_row, numel, BLOCK, ROWS)
+        biased = load_rows(buffer_ptr + scales_offset + first_row, full, first_row, numel, BLOCK, ROWS)
+        scale = _power_of_two(biased.to(tl.int32))[:, None]
+        magnitude = code & 0x7F
+        if NATIVE and M == 3:
+            value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
+        else:
+            # Shifted, the seven low bits are those of a float16, but for its bias.
+            half = ((code.to(tl.int16) << 8) & -0x8000) | (magnitude.to(tl.int16) << (10 - M))
+            value = half.to(tl.float16, bitcast=True).to(tl.float32) * (1 << (15 - BIAS)) * scale
+        if tl.max(tl.max(magnitude.to(tl.int32), 1), 0) >= INFINITY:
+            infinity = tl.where(code > 0x7F, float("-inf"), float("inf"))
+            value = tl.where(magnitude == INFINITY, infinity, value)
+            value = tl.where(magnitude == 0x7F, float("nan"), value)
+        base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
+        store_floats(out_ptr + base + offsets, value, full, first_row, numel, NATIVE_BF16, BLOCK, ROWS)
 
 
 @functools.cache
-def _encode_constants(form: Format, dtype: torch.dtype) -> dict[str, float]:
-    return {
-        "M": form.mantissa,
-        "BIAS": form.bias,
-        "STEP": form.step,
-        "INFINITY": form.infinity,
-        "CARRY": form.carry,
-        "MAX": form.max,
-        "MAX_EXPONENT": form.max_exponent,
-        "LEAST_SCALE": form.least_scale,
-        "TOP": form.top_scale(dtype),
-        "TOP_MAX": form.below_power,
-    }
+def _encode_constants(form: Format, dtype: torch.dtype) -> tuple[float, ...]:
+    top = form.top_scale(dtype)
+    # The largest number whose block has a scale below the top one.
+    tame = float(torch.tensor(form.max) * 2.0 ** (top - 1 - 127))
+    return (
+        form.mantissa, form.bias, form.step, form.infinity, form.carry, form.max, form.max_exponent, form.least_scale,
+        top, form.below_power, tame,
+    )  # fmt: skip
 
 
 def encode(
     form: Format,
-    flat: Tensor,
+    core: Tensor,
     buffer: Tensor,
     block_size: int,
     scales_offset: int,
@@ -129,10 +182,19 @@ def encode(
     native: bool | None = None,
 ) -> bool:
     """`native` forces (or forbids) the hardware's FP8 conversion; the bytes are the same."""
-    native = native_fp8(flat.device) if native is None else native
-    args = (flat, buffer, flat.numel(), scales_offset)
-    constants = {**_encode_constants(form, flat.dtype), "NATIVE": native, "seed": seed}
-    launch(_encode, flat, flat.numel(), block_size, *args, **constants)
+    found = layout_of(core, block_size)
+    if found is None:
+        return False
+    layout, places = found
+    native = native_fp8(core.device) if native is None else native
+    numel = core.numel()
+
+    def constants() -> tuple[object, ...]:
+        return *_encode_constants(form, core.dtype), native, seed is not None, layout
+
+    numbers = (numel, scales_offset, signed(seed), *places)
+    key = (form.mantissa, native, layout, seed is not None)
+    launch(_encode, key, (core, buffer), numbers, constants, numel, block_size)
     return True
 
 
@@ -140,10 +202,16 @@ def decode(
     form: Format, buffer: Tensor, out: Tensor, block_size: int, scales_offset: int, native: bool | None = None
 ) -> bool:
     """As `encode`, the other way."""
+    found = layout_of(out, block_size)
+    if found is None:
+        return False
+    layout, places = found
     native = native_fp8(out.device) if native is None else native
-    args = (buffer, out, out.numel(), scales_offset)
-    constants = {"M": form.mantissa, "BIAS": form.bias, "INFINITY": form.infinity}
-    launch(
-        _decode, out, out.numel(), block_size, *args, NATIVE=native, NATIVE_BF16=native_bf16(out.device), **constants
-    )
+    numel = out.numel()
+
+    def constants() -> tuple[object, ...]:
+        return form.mantissa, form.bias, form.infinity, native, native_bf16(out.device), layout
+
+    key = (form.mantissa, native, layout)
+    launch(_decode, key, (buffer, out), (numel, scales_offset, *places), constants, numel, block_size)
     return True

@@ -2,81 +2,148 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fp8hooks.codecs import square8
 from fp8hooks.kernels.common import (
+    NUMBERS,
+    all_at_most,
     bf16_bits_up,
-    launch,
-    load_bits,
+    load,
+    load_floats,
+    load_rows,
+    locate,
     native_bf16,
-    store_rounded,
-    tile,
+    row_max,
+    store,
+    store_floats,
+    store_rows,
     uniform,
+    with_sign,
 )
-
-
-# A seed is a number like any other: no variant of the kernel for some of them.
-@triton.jit(do_not_specialize=["seed"])
-def _encode(
-    x_ptr, buffer_ptr, numel, scales_offset, seed,
-    LEAST_R: tl.constexpr, MOST_R: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    rows, offsets, inside = tile(numel, BLOCK, ROWS)
-    bits = load_bits(x_ptr + offsets, inside)
-    magnitude = bits & 0x7FFFFFFF
-    clean = tl.where(magnitude < 0x7F800000, magnitude, 0)
-    # Bits of non-negative floats order as the floats do.
-    largest = tl.max(clean, axis=1).to(tl.float32, bitcast=True)
-    scale_bits = tl.minimum(bf16_bits_up(tl.maximum(largest, LEAST_R)), MOST_R)
-    inverse = tl.math.div_rn(15876.0, (scale_bits << 16).to(tl.float32, bitcast=True))
-    squares = clean.to(tl.float32, bitcast=True) * inverse[:, None]
-    root = tl.sqrt_rn(squares)
-    if STOCHASTIC:
-        code = tl.floor(root)
-        up = uniform(seed, rows, BLOCK, ROWS) * (2 * code + 1) < squares - code * code
-        code = tl.where(up, code + 1, code)
-    else:
-        code = (root + 12582912.0) - 12582912.0  # rounded to the nearest integer
-    code = tl.minimum(code, 126.0).to(tl.int32)
-    code = tl.where((code == 0) & (clean != 0), 1, code)
-    code = tl.where(magnitude == 0x7F800000, 127, code)
-    code = tl.where(bits < 0, -code, code)
-    code = tl.where(magnitude > 0x7F800000, -128, code)
-    tl.store(buffer_ptr + offsets, code.to(tl.int8).to(tl.uint8, bitcast=True), mask=inside)
-    scales = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int16))
-    tl.store(scales + rows, scale_bits.to(tl.int16), mask=rows * BLOCK < numel)
+from fp8hooks.kernels.launch import launch, layout_of, signed
 
 
 @triton.jit
-def _decode(
-    buffer_ptr, out_ptr, numel, scales_offset,
-    UNIT: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, NATIVE_BF16: tl.constexpr,
+def _codes(
+    x, largest, seed, first_row,
+    LEAST_R: tl.constexpr, MOST_R: tl.constexpr, TAME: tl.constexpr, STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    rows, offsets, inside = tile(numel, BLOCK, ROWS)
-    code = tl.load(buffer_ptr + offsets, mask=inside, other=0).to(tl.int8, bitcast=True).to(tl.int32)
-    scales = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int16))
-    scale_bits = tl.load(scales + rows, mask=rows * BLOCK < numel, other=0).to(tl.int32) << 16
-    steps = code.to(tl.float32)
-    value = steps * tl.abs(steps) * UNIT * scale_bits.to(tl.float32, bitcast=True)[:, None]
-    if LEAST > 0.0:
-        value = tl.where(code > 0, tl.maximum(value, LEAST), tl.where(code < 0, tl.minimum(value, -LEAST), value))
-    value = tl.where(code == 127, float("inf"), tl.where(code == -127, float("-inf"), value))
-    value = tl.where(code == -128, float("nan"), value)
-    store_rounded(out_ptr + offsets, value, inside, NATIVE_BF16)
+    """Codes and scales of rows; TAME ones are finite, and far enough from the end of the range."""
+    magnitude = tl.abs(x)
+    if not TAME:
+        magnitude = tl.where(magnitude < float("inf"), magnitude, 0.0)
+        largest = tl.max(magnitude, axis=1)
+    scale_bits = bf16_bits_up(tl.maximum(largest, LEAST_R))
+    if not TAME:
+        scale_bits = tl.minimum(scale_bits, MOST_R)
+    inverse = tl.math.div_rn(15876.0, (scale_bits << 16).to(tl.float32, bitcast=True))
+    squares = magnitude * inverse[:, None]
+    if STOCHASTIC:
+        code = tl.floor(tl.sqrt_rn(squares))
+        up = uniform(seed, first_row, BLOCK, ROWS) * (2 * code + 1) < squares - code * code
+        code = tl.maximum(tl.where(up, code + 1, code), 1.0)
+    else:
+        # Whole numbers of halves: see the definition. Their roots are far from where rounding goes one way or the
+        # other, so that the hardware's approximate root serves.
+        halves = (tl.maximum(squares, 0.26) + 6291456.0) - 6291456.0
+        code = tl.sqrt(halves)
+    if not TAME or STOCHASTIC:
+        code = tl.minimum(code, 126.0)
+    # Adding 1.5 * 2**23 leaves the nearest integer in the lowest bits.
+    signed = tl.where(magnitude == 0, 0.0, with_sign(code, x)) + 12582912.0
+    code = signed.to(tl.int32, bitcast=True).to(tl.int8)
+    if not TAME:
+        wild = tl.max((~(tl.abs(x) < float("inf"))).to(tl.int32), axis=1)
+        scale_bits = scale_bits | (wild << 15)
+        code = tl.where(x == float("inf"), 127, tl.where(x == float("-inf"), -127, code))
+        code = tl.where(x != x, -128, code).to(tl.int8)
+    return code, scale_bits
 
 
-def encode(flat: Tensor, buffer: Tensor, block_size: int, scales_offset: int, seed: int | None) -> bool:
-    args = (flat, buffer, flat.numel(), scales_offset)
-    constants = {"LEAST_R": square8.LEAST_R, "MOST_R": square8.MOST_R[flat.dtype]}
-    launch(_encode, flat, flat.numel(), block_size, *args, seed=seed, **constants)
+@triton.jit(do_not_specialize=NUMBERS)
+def _encode(
+    x_ptr, buffer_ptr,
+    numel: tl.int64, scales_offset: tl.int64, seed: tl.int64,
+    run: tl.int64, middle: tl.int64, middle_stride: tl.int64, outer_stride: tl.int64,
+    LEAST_R: tl.constexpr, MOST_R: tl.constexpr, TOP: tl.constexpr, STOCHASTIC: tl.constexpr, LAYOUT: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    for turn in range(TURNS):
+        first_row = (tl.program_id(0).to(tl.int64) * TURNS + turn) * ROWS
+        full = (first_row + ROWS) * BLOCK <= numel
+        base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
+        x = load_floats(x_ptr + base + offsets, full, first_row, numel, BLOCK, ROWS)
+        largest = row_max(tl.abs(x))
+        if all_at_most(largest, TOP):
+            code, scale_bits = _codes(x, largest, seed, first_row, LEAST_R, MOST_R, True, STOCHASTIC, BLOCK, ROWS)
+        else:
+            code, scale_bits = _codes(x, largest, seed, first_row, LEAST_R, MOST_R, False, STOCHASTIC, BLOCK, ROWS)
+        rows = tl.arange(0, ROWS)
+        places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        codes_ptr = (buffer_ptr + first_row * BLOCK).to(tl.pointer_type(tl.int8))
+        store(codes_ptr + places, code, full, first_row, numel, BLOCK, ROWS)
+        scales_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int16)) + first_row
+        store_rows(scales_ptr, scale_bits.to(tl.int16), full, first_row, numel, BLOCK, ROWS)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _decode(
+    buffer_ptr, out_ptr,
+    numel: tl.int64, scales_offset: tl.int64,
+    run: tl.int64, middle: tl.int64, middle_stride: tl.int64, outer_stride: tl.int64,
+    UNIT: tl.constexpr, LEAST: tl.constexpr, NATIVE_BF16: tl.constexpr, LAYOUT: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    for turn in range(TURNS):
+        first_row = (tl.program_id(0).to(tl.int64) * TURNS + turn) * ROWS
+        full = (first_row + ROWS) * BLOCK <= numel
+        rows = tl.arange(0, ROWS)
+        places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        codes_ptr = (buffer_ptr + first_row * BLOCK).to(tl.pointer_type(tl.int8))
+        code = load(codes_ptr + places, full, first_row, numel, BLOCK, ROWS).to(tl.float32)
+        scales_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int16)) + first_row
+        scale_bits = load_rows(scales_ptr, full, first_row, numel, BLOCK, ROWS).to(tl.int32)
+        scale = ((scale_bits & 0x7FFF) << 16).to(tl.float32, bitcast=True)
+        value = code * tl.abs(code) * UNIT * scale[:, None]
+        if LEAST > 0.0:
+            value = tl.where(code > 0, tl.maximum(value, LEAST), tl.where(code < 0, tl.minimum(value, -LEAST), value))
+        if tl.min(scale_bits, 0) < 0:
+            value = tl.where(code == 127, float("inf"), tl.where(code == -127, float("-inf"), value))
+            value = tl.where(code == -128, float("nan"), value)
+        base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
+        store_floats(out_ptr + base + offsets, value, full, first_row, numel, NATIVE_BF16, BLOCK, ROWS)
+
+
+def encode(core: Tensor, buffer: Tensor, block_size: int, scales_offset: int, seed: int | None) -> bool:
+    found = layout_of(core, block_size)
+    if found is None:
+        return False
+    layout, places = found
+    dtype, numel = core.dtype, core.numel()
+
+    def constants() -> tuple[object, ...]:
+        top = float(torch.tensor(square8.MOST_R[dtype] << 16, dtype=torch.int32).view(torch.float32))
+        return square8.LEAST_R, square8.MOST_R[dtype], top, seed is not None, layout
+
+    numbers = (numel, scales_offset, signed(seed), *places)
+    launch(_encode, (layout, seed is not None), (core, buffer), numbers, constants, numel, block_size)
     return True
 
 
 def decode(buffer: Tensor, out: Tensor, block_size: int, scales_offset: int) -> bool:
-    args = (buffer, out, out.numel(), scales_offset)
-    constants = {"UNIT": square8.UNIT, "LEAST": square8.LEAST[out.dtype], "NATIVE_BF16": native_bf16(out.device)}
-    launch(_decode, out, out.numel(), block_size, *args, **constants)
+    found = layout_of(out, block_size)
+    if found is None:
+        return False
+    layout, places = found
+    numel = out.numel()
+
+    def constants() -> tuple[object, ...]:
+        return square8.UNIT, square8.LEAST[out.dtype], native_bf16(out.device), layout
+
+    launch(_decode, (layout,), (buffer, out), (numel, scales_offset, *places), constants, numel, block_size)
     return True

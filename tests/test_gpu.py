@@ -1,0 +1,129 @@
+"""What holds on a GPU alone: CUDA graphs, no waiting for the GPU, no copies on the way, tensors past 2**31 elements."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8hooks
+from fp8hooks import codecs
+from fp8hooks.identity import geometry
+from fp8hooks.saved import Packed
+from tests import models
+
+pytestmark = pytest.mark.gpu
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(models.mlp(256), nn.ReLU(), models.mlp(256)).cuda().bfloat16()
+
+
+def eager_gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    return models.step(model, x, fp8hooks.compress())[1]
+
+
+def test_a_whole_step_can_be_captured() -> None:
+    model, session = network(), fp8hooks.compress()
+    static = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> None:
+        with session:
+            loss = model(static).float().square().mean()
+        loss.backward()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    model.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(2):
+        x = torch.randn_like(static)
+        static.copy_(x)
+        graph.replay()
+        got = [p.grad.clone() for p in model.parameters()]
+        fresh = network()
+        want = eager_gradients(fresh, x)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert session.stats.savings > 0.3
+
+
+def test_graphed_callables_hold_payloads() -> None:
+    model = network()
+    x = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
+    session = fp8hooks.compress()
+    with session:
+        graphed = torch.cuda.make_graphed_callables(model, (x.clone().requires_grad_(),))
+    assert session.stats.savings > 0.3
+    fresh = torch.randn_like(x)
+    graphed(fresh.clone().requires_grad_()).float().square().mean().backward()
+    got = [p.grad.clone() for p in model.parameters()]
+    want = eager_gradients(network(), fresh.clone().requires_grad_())
+    assert models.relative_error(got, want) < 1e-2
+
+
+def test_nothing_waits_for_the_gpu() -> None:
+    model, x = network(), torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
+    mask = torch.rand(512, 256, device="cuda") > 0.5
+    session = fp8hooks.compress(stochastic_rounding=True)
+    for mode in ("default", "error"):  # the first compiles kernels
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            with session:
+                h = model(x).where(mask, 0).softmax(-1).log_softmax(-1)
+                loss = torch.nn.functional.max_pool1d(h, 2).float().square().mean()
+            loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert session.stats.savings > 0.3
+
+
+@pytest.mark.parametrize("name", ["square8", "int10", "fp8_e4m3"])
+def test_strided_tensors_are_read_and_written_in_place(name: str) -> None:
+    fused = torch.randn(4096, 3 * 1024, device="cuda", dtype=torch.bfloat16)
+    part = fused.chunk(3, -1)[1]
+    codec = codecs.get(name, 128)
+    shape = geometry(part.shape, part.stride())
+    core = part.as_strided(*zip(*shape.core, strict=True))
+    codec.encode(core)  # compiles
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    payload = codec.encode(core)
+    assert torch.cuda.max_memory_allocated() - before < 1.1 * payload.nbytes + 4096
+    back = Packed(payload, shape).unpack()
+    assert back.stride() == part.stride()
+    assert (back.float() - part.float()).norm() < 0.03 * part.float().norm()
+
+
+@pytest.mark.parametrize("name", ["square8", "int10"])
+def test_more_elements_than_32_bits_count(name: str) -> None:
+    numel = 2**31 + 1000
+    tensor = torch.zeros(numel, device="cuda", dtype=torch.bfloat16)
+    tail = torch.randn(5000, device="cuda").bfloat16()
+    tensor[-5000:] = tail
+    tensor[:5000] = tail
+    decoded = codecs.get(name, 128).encode(tensor).decode()
+    for part in (decoded[-5000:], decoded[:5000]):
+        assert (part.float() - tail.float()).norm() < 0.02 * tail.float().norm()
+    assert not decoded[5000:-5000].any()
+
+
+def test_kernels_run_on_the_stream_that_is_current() -> None:
+    x = torch.randn(1 << 20, device="cuda")
+    codec = codecs.get("square8", 128)
+    want = codec.encode(x).buffer.clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)
+        y = x * 1
+        got = codec.encode(y).buffer
+    stream.synchronize()
+    assert torch.equal(got, want)
