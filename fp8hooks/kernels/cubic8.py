@@ -77,23 +77,22 @@ def _encode(
     x_ptr, buffer_ptr,
     numel: tl.int64, scales_offset: tl.int64, seed: tl.int64,
     run: tl.int64, middle: tl.int64, middle_stride: tl.int64, outer_stride: tl.int64,
-    MIN_SCALE: tl.constexpr, STOCHASTIC: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr,
+    MIN_SCALE: tl.constexpr, STOCHASTIC: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    for turn in range(TURNS):
-        first_row = (tl.program_id(0).to(tl.int64) * TURNS + turn) * ROWS
-        full = (first_row + ROWS) * BLOCK <= numel
-        base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
-        x = load_floats(x_ptr + base + offsets, full, first_row, numel, BLOCK, ROWS)
-        high, low = row_max(x), -row_max(-x)
-        if all_at_most(tl.maximum(high, -low, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e38):
-            code, word = _codes(x, low, high, seed, first_row, MIN_SCALE, True, STOCHASTIC, BLOCK, ROWS)
-        else:
-            code, word = _codes(x, low, high, seed, first_row, MIN_SCALE, False, STOCHASTIC, BLOCK, ROWS)
-        rows = tl.arange(0, ROWS)
-        places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        store(buffer_ptr + first_row * BLOCK + places, code.to(tl.uint8), full, first_row, numel, BLOCK, ROWS)
-        words_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int32)) + first_row
-        store_rows(words_ptr, word.to(tl.int32), full, first_row, numel, BLOCK, ROWS)
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    full = (first_row + ROWS) * BLOCK <= numel
+    base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
+    x = load_floats(x_ptr + base + offsets, full, first_row, numel, BLOCK, ROWS)
+    high, low = row_max(x), -row_max(-x)
+    if all_at_most(tl.maximum(high, -low, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e38):
+        code, word = _codes(x, low, high, seed, first_row, MIN_SCALE, True, STOCHASTIC, BLOCK, ROWS)
+    else:
+        code, word = _codes(x, low, high, seed, first_row, MIN_SCALE, False, STOCHASTIC, BLOCK, ROWS)
+    rows = tl.arange(0, ROWS)
+    places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    store(buffer_ptr + first_row * BLOCK + places, code.to(tl.uint8), full, first_row, numel, BLOCK, ROWS)
+    words_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int32)) + first_row
+    store_rows(words_ptr, word.to(tl.int32), full, first_row, numel, BLOCK, ROWS)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -101,37 +100,36 @@ def _decode(
     buffer_ptr, out_ptr,
     numel: tl.int64, scales_offset: tl.int64,
     run: tl.int64, middle: tl.int64, middle_stride: tl.int64, outer_stride: tl.int64,
-    LEAST: tl.constexpr, NATIVE_BF16: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr,
+    LEAST: tl.constexpr, NATIVE_BF16: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    for turn in range(TURNS):
-        first_row = (tl.program_id(0).to(tl.int64) * TURNS + turn) * ROWS
-        full = (first_row + ROWS) * BLOCK <= numel
-        rows = tl.arange(0, ROWS)
-        places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        raw = load(buffer_ptr + first_row * BLOCK + places, full, first_row, numel, BLOCK, ROWS).to(tl.int32)
-        words_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int32)) + first_row
-        word = load_rows(words_ptr, full, first_row, numel, BLOCK, ROWS)
-        mixed = (word & 1) != 0
-        largest = (word & 0x7FFFFFFC).to(tl.float32, bitcast=True)
-        step = largest * tl.where(mixed, 5.12e-07, 6.175020965739934e-08)
-        code = raw & tl.where(mixed, 0x7F, 0xFF)[:, None]
-        value = tl.minimum(_cube(code.to(tl.float32)) * step[:, None], largest[:, None])
-        value = tl.where(code != 0, tl.maximum(value, LEAST), value)
-        if tl.max(word & 2, 0) != 0:
-            value = tl.where(code == tl.where(mixed, 126, 254)[:, None], float("inf"), value)
-            value = tl.where(code == tl.where(mixed, 127, 255)[:, None], float("nan"), value)
-        negative = tl.where(mixed[:, None], raw > 0x7F, (word < 0)[:, None])
-        base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
-        store_floats(
-            out_ptr + base + offsets,
-            tl.where(negative, -value, value),
-            full,
-            first_row,
-            numel,
-            NATIVE_BF16,
-            BLOCK,
-            ROWS,
-        )
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    full = (first_row + ROWS) * BLOCK <= numel
+    rows = tl.arange(0, ROWS)
+    places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    raw = load(buffer_ptr + first_row * BLOCK + places, full, first_row, numel, BLOCK, ROWS).to(tl.int32)
+    words_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int32)) + first_row
+    word = load_rows(words_ptr, full, first_row, numel, BLOCK, ROWS)
+    mixed = (word & 1) != 0
+    largest = (word & 0x7FFFFFFC).to(tl.float32, bitcast=True)
+    step = largest * tl.where(mixed, 5.12e-07, 6.175020965739934e-08)
+    code = raw & tl.where(mixed, 0x7F, 0xFF)[:, None]
+    value = tl.minimum(_cube(code.to(tl.float32)) * step[:, None], largest[:, None])
+    value = tl.where(code != 0, tl.maximum(value, LEAST), value)
+    if tl.max(word & 2, 0) != 0:
+        value = tl.where(code == tl.where(mixed, 126, 254)[:, None], float("inf"), value)
+        value = tl.where(code == tl.where(mixed, 127, 255)[:, None], float("nan"), value)
+    negative = tl.where(mixed[:, None], raw > 0x7F, (word < 0)[:, None])
+    base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
+    store_floats(
+        out_ptr + base + offsets,
+        tl.where(negative, -value, value),
+        full,
+        first_row,
+        numel,
+        NATIVE_BF16,
+        BLOCK,
+        ROWS,
+    )
 
 
 def encode(core: Tensor, buffer: Tensor, block_size: int, scales_offset: int, seed: int | None) -> bool:

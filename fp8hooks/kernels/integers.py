@@ -124,40 +124,39 @@ def _encode(
     numel: tl.int64, scales_offset: tl.int64, seed: tl.int64,
     run: tl.int64, middle: tl.int64, middle_stride: tl.int64, outer_stride: tl.int64,
     TOP: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, LAYOUT: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     SHIFT: tl.constexpr = 1 << (BITS - 1)
-    for turn in range(TURNS):
-        first_row = (tl.program_id(0).to(tl.int64) * TURNS + turn) * ROWS
-        full = (first_row + ROWS) * BLOCK <= numel
-        base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
-        x = load_floats(x_ptr + base + offsets, full, first_row, numel, BLOCK, ROWS)
-        high, low = row_max(x), -row_max(-x)
-        if full & all_at_most(tl.maximum(high, -low, propagate_nan=tl.PropagateNan.ALL), TOP):
-            code, word = _tame_codes(x, low, high, seed, first_row, SHIFT, STOCHASTIC, BLOCK, ROWS)
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    full = (first_row + ROWS) * BLOCK <= numel
+    base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
+    x = load_floats(x_ptr + base + offsets, full, first_row, numel, BLOCK, ROWS)
+    high, low = row_max(x), -row_max(-x)
+    if full & all_at_most(tl.maximum(high, -low, propagate_nan=tl.PropagateNan.ALL), TOP):
+        code, word = _tame_codes(x, low, high, seed, first_row, SHIFT, STOCHASTIC, BLOCK, ROWS)
+    else:
+        code, word = _wild_codes(x, seed, first_row, numel, TOP, SHIFT, STOCHASTIC, BLOCK, ROWS)
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)[None, :]
+    if BITS == 8:
+        codes_ptr = (buffer_ptr + first_row * BLOCK).to(tl.pointer_type(tl.int8))
+        store(codes_ptr + (rows[:, None] * BLOCK + columns), code.to(tl.int8), full, first_row, numel, BLOCK, ROWS)
+    else:
+        starts, width = _tens(first_row, numel, BLOCK, ROWS)
+        row_ptr = buffer_ptr + first_row * (BLOCK + BLOCK // 4)
+        high_ptr = row_ptr.to(tl.pointer_type(tl.int8)) + (starts + columns)
+        store(high_ptr, (code >> 2).to(tl.int8), full, first_row, numel, BLOCK, ROWS)
+        _, shift = _low_places(columns)
+        low_bits = tl.where(columns < width, code & 3, 0) << shift
+        packed = tl.sum(tl.reshape(low_bits, [ROWS * BLOCK // 16, 4, 4]), axis=1)
+        packed = tl.reshape(packed, [ROWS, BLOCK // 4]).to(tl.uint8)
+        places = tl.arange(0, BLOCK // 4)[None, :]
+        if full:
+            tl.store(row_ptr + (rows[:, None] * (BLOCK + BLOCK // 4) + BLOCK + places), packed)
         else:
-            code, word = _wild_codes(x, seed, first_row, numel, TOP, SHIFT, STOCHASTIC, BLOCK, ROWS)
-        rows = tl.arange(0, ROWS)
-        columns = tl.arange(0, BLOCK)[None, :]
-        if BITS == 8:
-            codes_ptr = (buffer_ptr + first_row * BLOCK).to(tl.pointer_type(tl.int8))
-            store(codes_ptr + (rows[:, None] * BLOCK + columns), code.to(tl.int8), full, first_row, numel, BLOCK, ROWS)
-        else:
-            starts, width = _tens(first_row, numel, BLOCK, ROWS)
-            row_ptr = buffer_ptr + first_row * (BLOCK + BLOCK // 4)
-            high_ptr = row_ptr.to(tl.pointer_type(tl.int8)) + (starts + columns)
-            store(high_ptr, (code >> 2).to(tl.int8), full, first_row, numel, BLOCK, ROWS)
-            _, shift = _low_places(columns)
-            low_bits = tl.where(columns < width, code & 3, 0) << shift
-            packed = tl.sum(tl.reshape(low_bits, [ROWS * BLOCK // 16, 4, 4]), axis=1)
-            packed = tl.reshape(packed, [ROWS, BLOCK // 4]).to(tl.uint8)
-            places = tl.arange(0, BLOCK // 4)[None, :]
-            if full:
-                tl.store(row_ptr + (rows[:, None] * (BLOCK + BLOCK // 4) + BLOCK + places), packed)
-            else:
-                tl.store(row_ptr + (starts + width + places), packed, mask=places // 4 * 16 < width)
-        words_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int32)) + first_row
-        store_rows(words_ptr, word.to(tl.int32), full, first_row, numel, BLOCK, ROWS)
+            tl.store(row_ptr + (starts + width + places), packed, mask=places // 4 * 16 < width)
+    words_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int32)) + first_row
+    store_rows(words_ptr, word.to(tl.int32), full, first_row, numel, BLOCK, ROWS)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -166,46 +165,45 @@ def _decode(
     numel: tl.int64, scales_offset: tl.int64,
     run: tl.int64, middle: tl.int64, middle_stride: tl.int64, outer_stride: tl.int64,
     BITS: tl.constexpr, NATIVE_BF16: tl.constexpr, LAYOUT: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     SHIFT: tl.constexpr = 1 << (BITS - 1)
-    for turn in range(TURNS):
-        first_row = (tl.program_id(0).to(tl.int64) * TURNS + turn) * ROWS
-        full = (first_row + ROWS) * BLOCK <= numel
-        rows = tl.arange(0, ROWS)
-        columns = tl.arange(0, BLOCK)[None, :]
-        if BITS == 8:
-            codes_ptr = (buffer_ptr + first_row * BLOCK).to(tl.pointer_type(tl.int8))
-            code = load(codes_ptr + (rows[:, None] * BLOCK + columns), full, first_row, numel, BLOCK, ROWS).to(tl.int32)
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    full = (first_row + ROWS) * BLOCK <= numel
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)[None, :]
+    if BITS == 8:
+        codes_ptr = (buffer_ptr + first_row * BLOCK).to(tl.pointer_type(tl.int8))
+        code = load(codes_ptr + (rows[:, None] * BLOCK + columns), full, first_row, numel, BLOCK, ROWS).to(tl.int32)
+    else:
+        starts, width = _tens(first_row, numel, BLOCK, ROWS)
+        row_ptr = buffer_ptr + first_row * (BLOCK + BLOCK // 4)
+        byte, shift = _low_places(columns)
+        high_ptr = row_ptr.to(tl.pointer_type(tl.int8)) + (starts + columns)
+        if full:
+            high = tl.load(high_ptr).to(tl.int32)
+            low = tl.load(row_ptr + (rows[:, None] * (BLOCK + BLOCK // 4) + BLOCK + byte)).to(tl.int32)
         else:
-            starts, width = _tens(first_row, numel, BLOCK, ROWS)
-            row_ptr = buffer_ptr + first_row * (BLOCK + BLOCK // 4)
-            byte, shift = _low_places(columns)
-            high_ptr = row_ptr.to(tl.pointer_type(tl.int8)) + (starts + columns)
-            if full:
-                high = tl.load(high_ptr).to(tl.int32)
-                low = tl.load(row_ptr + (rows[:, None] * (BLOCK + BLOCK // 4) + BLOCK + byte)).to(tl.int32)
-            else:
-                high = tl.load(high_ptr, mask=columns < width, other=0).to(tl.int32)
-                low = tl.load(row_ptr + (starts + width + byte), mask=columns < width, other=0).to(tl.int32)
-            code = (high << 2) | ((low >> shift) & 3)
-        words_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int32)) + first_row
-        word = load_rows(words_ptr, full, first_row, numel, BLOCK, ROWS)
-        offset = _as_float(word & -0x10000)
-        one_sided = offset != 0.0
-        scale = _as_float((word & 0x7FFF) << 16)
-        scale = tl.where(offset < 0.0, -scale, scale)
-        steps = code.to(tl.float32) + tl.where(one_sided, 1.0 * SHIFT, 0.0)[:, None]
-        value = steps * scale[:, None] + offset[:, None]
-        if tl.max(word & 0x8000, 0) != 0:
-            # An infinity is the last code but one in a one-sided row, with the row's sign.
-            limit = tl.where(one_sided, SHIFT - 2, SHIFT - 1)[:, None]
-            upward = (code == limit) & ((offset >= 0.0)[:, None])
-            downward = tl.where(one_sided[:, None], (code == limit) & ((offset < 0.0)[:, None]), code == 1 - SHIFT)
-            value = tl.where(upward, float("inf"), tl.where(downward, float("-inf"), value))
-            value = tl.where(code == tl.where(one_sided, SHIFT - 1, -SHIFT)[:, None], float("nan"), value)
-        base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
-        store_floats(out_ptr + base + offsets, value, full, first_row, numel, NATIVE_BF16, BLOCK, ROWS)
+            high = tl.load(high_ptr, mask=columns < width, other=0).to(tl.int32)
+            low = tl.load(row_ptr + (starts + width + byte), mask=columns < width, other=0).to(tl.int32)
+        code = (high << 2) | ((low >> shift) & 3)
+    words_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int32)) + first_row
+    word = load_rows(words_ptr, full, first_row, numel, BLOCK, ROWS)
+    offset = _as_float(word & -0x10000)
+    one_sided = offset != 0.0
+    scale = _as_float((word & 0x7FFF) << 16)
+    scale = tl.where(offset < 0.0, -scale, scale)
+    steps = code.to(tl.float32) + tl.where(one_sided, 1.0 * SHIFT, 0.0)[:, None]
+    value = steps * scale[:, None] + offset[:, None]
+    if tl.max(word & 0x8000, 0) != 0:
+        # An infinity is the last code but one in a one-sided row, with the row's sign.
+        limit = tl.where(one_sided, SHIFT - 2, SHIFT - 1)[:, None]
+        upward = (code == limit) & ((offset >= 0.0)[:, None])
+        downward = tl.where(one_sided[:, None], (code == limit) & ((offset < 0.0)[:, None]), code == 1 - SHIFT)
+        value = tl.where(upward, float("inf"), tl.where(downward, float("-inf"), value))
+        value = tl.where(code == tl.where(one_sided, SHIFT - 1, -SHIFT)[:, None], float("nan"), value)
+    base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
+    store_floats(out_ptr + base + offsets, value, full, first_row, numel, NATIVE_BF16, BLOCK, ROWS)
 
 
 def encode(bits: int, core: Tensor, buffer: Tensor, block_size: int, scales_offset: int, seed: int | None) -> bool:

@@ -62,18 +62,15 @@ def launch(
     device = first.device
     a, b = first.data_ptr(), second.data_ptr()
     # Triton loads 16 bytes at once where it knows that they are aligned.
-    turns = common.TURNS if numel >= common.LARGE else 1
-    full_key = (kernel, key, device, first.dtype, second.dtype, a & 15 == 0, b & 15 == 0, block_size, turns)
+    full_key = (kernel, key, device, first.dtype, second.dtype, a & 15 == 0, b & 15 == 0, block_size)
     rows = max(1, common.ELEMENTS // block_size)
-    programs = -(-numel // (rows * block_size * turns))
+    programs = -(-numel // (rows * block_size))
     found = _compiled.get(full_key)
     if found is None or torch._C._cuda_getDevice() != device.index:
-        last = (*constants(), block_size, rows, turns)
+        last = (*constants(), block_size, rows)
         with _current(device):
             # Contraction into fused multiply-adds would round differently from the reference.
-            compiled = kernel[(programs,)](
-                *tensors, *numbers, *last, num_warps=common.WARPS, enable_fp_fusion=False, **common.OPTIONS
-            )
+            compiled = kernel[(programs,)](*tensors, *numbers, *last, num_warps=common.WARPS, enable_fp_fusion=False)
         if device.type == "cuda" and _startable(compiled):
             _compiled[full_key] = (compiled.run, compiled.function, compiled.packed_metadata, last)
         return

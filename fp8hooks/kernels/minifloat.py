@@ -106,28 +106,27 @@ def _encode(
     M: tl.constexpr, BIAS: tl.constexpr, STEP: tl.constexpr, INFINITY: tl.constexpr, CARRY: tl.constexpr,
     MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, LEAST_SCALE: tl.constexpr, TOP: tl.constexpr, TOP_MAX: tl.constexpr,
     TAME_MAX: tl.constexpr, NATIVE: tl.constexpr, STOCHASTIC: tl.constexpr, LAYOUT: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    for turn in range(TURNS):
-        first_row = (tl.program_id(0).to(tl.int64) * TURNS + turn) * ROWS
-        full = (first_row + ROWS) * BLOCK <= numel
-        base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
-        x = load_floats(x_ptr + base + offsets, full, first_row, numel, BLOCK, ROWS)
-        largest = row_max(tl.abs(x))
-        if all_at_most(largest, TAME_MAX):
-            code, biased = _codes(
-                x, largest, seed, first_row, M, BIAS, STEP, INFINITY, CARRY, MAX, MAX_EXPONENT, LEAST_SCALE, TOP, TOP_MAX,
-                NATIVE, True, STOCHASTIC, BLOCK, ROWS,
-            )  # fmt: skip
-        else:
-            code, biased = _codes(
-                x, largest, seed, first_row, M, BIAS, STEP, INFINITY, CARRY, MAX, MAX_EXPONENT, LEAST_SCALE, TOP, TOP_MAX,
-                NATIVE, False, STOCHASTIC, BLOCK, ROWS,
-            )  # fmt: skip
-        rows = tl.arange(0, ROWS)
-        places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        store(buffer_ptr + first_row * BLOCK + places, code, full, first_row, numel, BLOCK, ROWS)
-        store_rows(buffer_ptr + scales_offset + first_row, biased.to(tl.uint8), full, first_row, numel, BLOCK, ROWS)
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    full = (first_row + ROWS) * BLOCK <= numel
+    base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
+    x = load_floats(x_ptr + base + offsets, full, first_row, numel, BLOCK, ROWS)
+    largest = row_max(tl.abs(x))
+    if all_at_most(largest, TAME_MAX):
+        code, biased = _codes(
+            x, largest, seed, first_row, M, BIAS, STEP, INFINITY, CARRY, MAX, MAX_EXPONENT, LEAST_SCALE, TOP, TOP_MAX,
+            NATIVE, True, STOCHASTIC, BLOCK, ROWS,
+        )  # fmt: skip
+    else:
+        code, biased = _codes(
+            x, largest, seed, first_row, M, BIAS, STEP, INFINITY, CARRY, MAX, MAX_EXPONENT, LEAST_SCALE, TOP, TOP_MAX,
+            NATIVE, False, STOCHASTIC, BLOCK, ROWS,
+        )  # fmt: skip
+    rows = tl.arange(0, ROWS)
+    places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    store(buffer_ptr + first_row * BLOCK + places, code, full, first_row, numel, BLOCK, ROWS)
+    store_rows(buffer_ptr + scales_offset + first_row, biased.to(tl.uint8), full, first_row, numel, BLOCK, ROWS)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -136,29 +135,28 @@ def _decode(
     numel: tl.int64, scales_offset: tl.int64,
     run: tl.int64, middle: tl.int64, middle_stride: tl.int64, outer_stride: tl.int64,
     M: tl.constexpr, BIAS: tl.constexpr, INFINITY: tl.constexpr, NATIVE: tl.constexpr, NATIVE_BF16: tl.constexpr,
-    LAYOUT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr,
+    LAYOUT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    for turn in range(TURNS):
-        first_row = (tl.program_id(0).to(tl.int64) * TURNS + turn) * ROWS
-        full = (first_row + ROWS) * BLOCK <= numel
-        rows = tl.arange(0, ROWS)
-        places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        code = load(buffer_ptr + first_row * BLOCK + places, full, first_row, numel, BLOCK, ROWS)
-        biased = load_rows(buffer_ptr + scales_offset + first_row, full, first_row, numel, BLOCK, ROWS)
-        scale = _power_of_two(biased.to(tl.int32))[:, None]
-        magnitude = code & 0x7F
-        if NATIVE and M == 3:
-            value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
-        else:
-            # Shifted, the seven low bits are those of a float16, but for its bias.
-            half = ((code.to(tl.int16) << 8) & -0x8000) | (magnitude.to(tl.int16) << (10 - M))
-            value = half.to(tl.float16, bitcast=True).to(tl.float32) * (1 << (15 - BIAS)) * scale
-        if tl.max(tl.max(magnitude.to(tl.int32), 1), 0) >= INFINITY:
-            infinity = tl.where(code > 0x7F, float("-inf"), float("inf"))
-            value = tl.where(magnitude == INFINITY, infinity, value)
-            value = tl.where(magnitude == 0x7F, float("nan"), value)
-        base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
-        store_floats(out_ptr + base + offsets, value, full, first_row, numel, NATIVE_BF16, BLOCK, ROWS)
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    full = (first_row + ROWS) * BLOCK <= numel
+    rows = tl.arange(0, ROWS)
+    places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    code = load(buffer_ptr + first_row * BLOCK + places, full, first_row, numel, BLOCK, ROWS)
+    biased = load_rows(buffer_ptr + scales_offset + first_row, full, first_row, numel, BLOCK, ROWS)
+    scale = _power_of_two(biased.to(tl.int32))[:, None]
+    magnitude = code & 0x7F
+    if NATIVE and M == 3:
+        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
+    else:
+        # Shifted, the seven low bits are those of a float16, but for its bias.
+        half = ((code.to(tl.int16) << 8) & -0x8000) | (magnitude.to(tl.int16) << (10 - M))
+        value = half.to(tl.float16, bitcast=True).to(tl.float32) * (1 << (15 - BIAS)) * scale
+    if tl.max(tl.max(magnitude.to(tl.int32), 1), 0) >= INFINITY:
+        infinity = tl.where(code > 0x7F, float("-inf"), float("inf"))
+        value = tl.where(magnitude == INFINITY, infinity, value)
+        value = tl.where(magnitude == 0x7F, float("nan"), value)
+    base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
+    store_floats(out_ptr + base + offsets, value, full, first_row, numel, NATIVE_BF16, BLOCK, ROWS)
 
 
 @functools.cache

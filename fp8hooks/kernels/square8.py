@@ -71,24 +71,23 @@ def _encode(
     numel: tl.int64, scales_offset: tl.int64, seed: tl.int64,
     run: tl.int64, middle: tl.int64, middle_stride: tl.int64, outer_stride: tl.int64,
     LEAST_R: tl.constexpr, MOST_R: tl.constexpr, TOP: tl.constexpr, STOCHASTIC: tl.constexpr, LAYOUT: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    for turn in range(TURNS):
-        first_row = (tl.program_id(0).to(tl.int64) * TURNS + turn) * ROWS
-        full = (first_row + ROWS) * BLOCK <= numel
-        base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
-        x = load_floats(x_ptr + base + offsets, full, first_row, numel, BLOCK, ROWS)
-        largest = row_max(tl.abs(x))
-        if all_at_most(largest, TOP):
-            code, scale_bits = _codes(x, largest, seed, first_row, LEAST_R, MOST_R, True, STOCHASTIC, BLOCK, ROWS)
-        else:
-            code, scale_bits = _codes(x, largest, seed, first_row, LEAST_R, MOST_R, False, STOCHASTIC, BLOCK, ROWS)
-        rows = tl.arange(0, ROWS)
-        places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        codes_ptr = (buffer_ptr + first_row * BLOCK).to(tl.pointer_type(tl.int8))
-        store(codes_ptr + places, code, full, first_row, numel, BLOCK, ROWS)
-        scales_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int16)) + first_row
-        store_rows(scales_ptr, scale_bits.to(tl.int16), full, first_row, numel, BLOCK, ROWS)
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    full = (first_row + ROWS) * BLOCK <= numel
+    base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
+    x = load_floats(x_ptr + base + offsets, full, first_row, numel, BLOCK, ROWS)
+    largest = row_max(tl.abs(x))
+    if all_at_most(largest, TOP):
+        code, scale_bits = _codes(x, largest, seed, first_row, LEAST_R, MOST_R, True, STOCHASTIC, BLOCK, ROWS)
+    else:
+        code, scale_bits = _codes(x, largest, seed, first_row, LEAST_R, MOST_R, False, STOCHASTIC, BLOCK, ROWS)
+    rows = tl.arange(0, ROWS)
+    places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    codes_ptr = (buffer_ptr + first_row * BLOCK).to(tl.pointer_type(tl.int8))
+    store(codes_ptr + places, code, full, first_row, numel, BLOCK, ROWS)
+    scales_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int16)) + first_row
+    store_rows(scales_ptr, scale_bits.to(tl.int16), full, first_row, numel, BLOCK, ROWS)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -97,26 +96,25 @@ def _decode(
     numel: tl.int64, scales_offset: tl.int64,
     run: tl.int64, middle: tl.int64, middle_stride: tl.int64, outer_stride: tl.int64,
     UNIT: tl.constexpr, LEAST: tl.constexpr, NATIVE_BF16: tl.constexpr, LAYOUT: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    for turn in range(TURNS):
-        first_row = (tl.program_id(0).to(tl.int64) * TURNS + turn) * ROWS
-        full = (first_row + ROWS) * BLOCK <= numel
-        rows = tl.arange(0, ROWS)
-        places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        codes_ptr = (buffer_ptr + first_row * BLOCK).to(tl.pointer_type(tl.int8))
-        code = load(codes_ptr + places, full, first_row, numel, BLOCK, ROWS).to(tl.float32)
-        scales_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int16)) + first_row
-        scale_bits = load_rows(scales_ptr, full, first_row, numel, BLOCK, ROWS).to(tl.int32)
-        scale = ((scale_bits & 0x7FFF) << 16).to(tl.float32, bitcast=True)
-        value = code * tl.abs(code) * UNIT * scale[:, None]
-        if LEAST > 0.0:
-            value = tl.where(code > 0, tl.maximum(value, LEAST), tl.where(code < 0, tl.minimum(value, -LEAST), value))
-        if tl.min(scale_bits, 0) < 0:
-            value = tl.where(code == 127, float("inf"), tl.where(code == -127, float("-inf"), value))
-            value = tl.where(code == -128, float("nan"), value)
-        base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
-        store_floats(out_ptr + base + offsets, value, full, first_row, numel, NATIVE_BF16, BLOCK, ROWS)
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    full = (first_row + ROWS) * BLOCK <= numel
+    rows = tl.arange(0, ROWS)
+    places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    codes_ptr = (buffer_ptr + first_row * BLOCK).to(tl.pointer_type(tl.int8))
+    code = load(codes_ptr + places, full, first_row, numel, BLOCK, ROWS).to(tl.float32)
+    scales_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int16)) + first_row
+    scale_bits = load_rows(scales_ptr, full, first_row, numel, BLOCK, ROWS).to(tl.int32)
+    scale = ((scale_bits & 0x7FFF) << 16).to(tl.float32, bitcast=True)
+    value = code * tl.abs(code) * UNIT * scale[:, None]
+    if LEAST > 0.0:
+        value = tl.where(code > 0, tl.maximum(value, LEAST), tl.where(code < 0, tl.minimum(value, -LEAST), value))
+    if tl.min(scale_bits, 0) < 0:
+        value = tl.where(code == 127, float("inf"), tl.where(code == -127, float("-inf"), value))
+        value = tl.where(code == -128, float("nan"), value)
+    base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
+    store_floats(out_ptr + base + offsets, value, full, first_row, numel, NATIVE_BF16, BLOCK, ROWS)
 
 
 def encode(core: Tensor, buffer: Tensor, block_size: int, scales_offset: int, seed: int | None) -> bool:
