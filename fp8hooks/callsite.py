@@ -108,16 +108,17 @@ def _find_op(call: Call | None, frame: types.FrameType) -> Op:
     if frame.f_code is _APPLY_CODE:
         return Op(f"Function.{frame.f_locals['cls'].__name__}", True)
     if call is None:
-        name = _called_at(frame)
-        return UNKNOWN if name is None else Op(name, True)
+        # Another library's function may have a name like one of torch's.
+        found = _called_at(frame)
+        return Op(found.name, True) if found is not None and _is_torchs(found, frame) else UNKNOWN
     if isinstance(call.func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return _registered_op(call.func)
     outer = _plain_name(getattr(call.func, "__name__", None) or type(call.func).__name__)
     if isinstance(call.func, types.FunctionType):
         # One of torch's Python functions: what it calls is what saves.
         inner = _called_at(frame)
-        if inner is not None and inner != outer:
-            return Op(inner, True)
+        if inner is not None and inner.name != outer:
+            return Op(inner.name, True)
     return Op(outer, False)
 
 
@@ -139,21 +140,63 @@ def _plain_name(name: str) -> str:
 _BINARY = frozenset({"add", "sub", "mul", "truediv", "div", "floordiv", "pow", "matmul", "mod", "and", "or", "xor"})
 
 
-def _called_at(frame: types.FrameType) -> str | None:
+class _Callee(NamedTuple):
+    """What a line of source calls.
+
+    Attributes:
+        name: of the operation.
+        root: the variable that the source starts from (`torch` in `torch.relu(x)`, `x` in `x.relu()`); None if it
+            starts from an expression, or is an operator.
+        bare: the variable is the function itself.
+    """
+
+    name: str
+    root: str | None = None
+    bare: bool = False
+
+
+_HOMES = (torch, Tensor, nn.functional, torch._C._nn, torch.special)
+
+
+def _called_at(frame: types.FrameType) -> _Callee | None:
     """The torch operation that a frame is calling, from the source at its current instruction."""
     if frame.f_code is _MODE_CODE:
         return None
-    name = _called_in(frame.f_code, frame.f_lasti)
-    return name if name is not None and _is_torch_name(name) else None
+    found = _called_in(frame.f_code, frame.f_lasti)
+    return found if found is not None and _is_torch_name(found.name) else None
 
 
 @functools.cache
 def _is_torch_name(name: str) -> bool:
     """Whether torch has an operation of that name; the source may call it by a local one."""
-    return any(hasattr(home, name) for home in (torch, Tensor, nn.functional, torch._C._nn, torch.special))
+    return any(hasattr(home, name) for home in _HOMES)
 
 
-def _called_in(code: types.CodeType, instruction: int) -> str | None:
+def _is_torchs(callee: _Callee, frame: types.FrameType) -> bool:
+    """Whether the source calls a method of a tensor, a function in one of torch's modules, or an operator."""
+    if callee.root is None:
+        return True
+    value = _variable(frame, callee.root)
+    if callee.bare:
+        return any(value is getattr(home, callee.name, None) for home in _HOMES)
+    if isinstance(value, types.ModuleType):
+        return value.__name__.partition(".")[0] == "torch"
+    return isinstance(value, Tensor)
+
+
+def _variable(frame: types.FrameType, name: str) -> Any:
+    """The value of a variable in a frame; None if there is none."""
+    if name in frame.f_code.co_varnames or name in frame.f_code.co_freevars or name in frame.f_code.co_cellvars:
+        # Before Python 3.13 this is a copy that the frame keeps, and with it all its values, unless it is emptied.
+        variables = frame.f_locals
+        value = variables.get(name)
+        if sys.version_info < (3, 13):
+            variables.clear()
+        return value
+    return frame.f_globals.get(name)
+
+
+def _called_in(code: types.CodeType, instruction: int) -> _Callee | None:
     if sys.version_info < (3, 11):
         return None
     line, last_line, column, last_column = list(code.co_positions())[instruction // 2]
@@ -174,14 +217,21 @@ def _called_in(code: types.CodeType, instruction: int) -> str | None:
     return _called(node)
 
 
-def _called(node: ast.expr) -> str | None:
-    if isinstance(node, ast.Call):
-        target = node.func
-        name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", None)
-        return None if name is None else _plain_name(name)
+def _called(node: ast.expr) -> _Callee | None:
     if isinstance(node, ast.BinOp):
-        return _OPERATORS.get(type(node.op))
-    return None
+        operator = _OPERATORS.get(type(node.op))
+        return None if operator is None else _Callee(operator)
+    if not isinstance(node, ast.Call):
+        return None
+    target = node.func
+    if isinstance(target, ast.Name):
+        return _Callee(_plain_name(target.id), target.id, bare=True)
+    if not isinstance(target, ast.Attribute):
+        return None
+    start: ast.expr = target
+    while isinstance(start, ast.Attribute):
+        start = start.value
+    return _Callee(_plain_name(target.attr), start.id if isinstance(start, ast.Name) else None)
 
 
 _OPERATORS: dict[type[ast.operator], str] = {

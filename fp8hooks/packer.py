@@ -53,7 +53,7 @@ class Packer:
         self._policy = policy
         self._ledger = ledger
         self._rows = ledger.rows()
-        self._sites: dict[tuple[str, str, str, torch.dtype], _SiteState] = {}
+        self._sites: dict[tuple[str, str, str, torch.dtype, bool], _SiteState] = {}
         self._block_size = config.block_size
         self._min_numel = max(1, config.min_numel)
         self._plan = plan
@@ -89,7 +89,7 @@ class Packer:
 
     def _save(self, tensor: Tensor, op: Op, call: Call | None, module: str) -> Exact | Packed:
         role = roles.role_of(tensor, op, call)
-        key = (module, op.name, role, tensor.dtype)
+        key = (module, op.name, role, tensor.dtype, op.inner)
         state = self._sites.get(key) or self._new_site(key)
         storage = tensor.untyped_storage()
         address = self._storages.address(storage)
@@ -197,12 +197,14 @@ class Packer:
             self._record(site, codecs.EXACT, nbytes, nbytes)
         return _keep_exact(tensor, site)
 
-    def _new_site(self, key: tuple[str, str, str, torch.dtype]) -> _SiteState:
-        *names, dtype = key
-        site = Site(*names)
+    def _new_site(self, key: tuple[str, str, str, torch.dtype, bool]) -> _SiteState:
+        module, op, role, dtype, inner = key
+        site = Site(module, op, role)
         policy = self._policy
         least = max(self._min_numel, policy.least_numel(site, dtype))
-        state = _SiteState(site, policy.codec(site, dtype), least, policy.signs_suffice(site, dtype))
+        # Of what runs inside another function the name is all that is known.
+        signs_suffice = not inner and policy.signs_suffice(site, dtype)
+        state = _SiteState(site, policy.codec(site, dtype), least, signs_suffice)
         self._sites[key] = state
         return state
 

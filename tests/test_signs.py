@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -138,3 +139,27 @@ def test_the_knob_counts_whole_tensors_and_signs_alike(asked: float) -> None:
         loss.backward()
     assert asked <= savings < asked + 0.15
     assert session.held_bytes == 0
+
+
+def test_a_strangers_relu_is_not_taken_at_its_word() -> None:
+    """What is not a call of torch's own, only named like one in the source, may need more than signs."""
+    stranger = SimpleNamespace(relu=torch.exp)
+    x = torch.randn(64, 64, requires_grad=True)
+    with fp8hooks.compress() as session, torch._C.DisableTorchFunction():
+        loss = stranger.relu(x * 1).sum()
+    loss.backward()
+    assert {(site.op, codec) for site, codec in session.stats.sites} == {("unknown", "exact")}
+    assert torch.equal(x.grad, x.exp())
+
+
+def test_second_derivatives_and_retained_graphs() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    layer = nn.Linear(64, 64)
+    with fp8hooks.compress():
+        h = F.relu(x * 1)
+        loss = (h * h).sum() + layer(h).sum() * 0
+    first = torch.autograd.grad(loss, x, create_graph=True)[0]
+    second = torch.autograd.grad(first.sum(), x, retain_graph=True)[0]
+    again = torch.autograd.grad(first.sum(), x)[0]
+    assert torch.equal(second, again)
+    assert torch.equal(second, 2.0 * (x > 0))
