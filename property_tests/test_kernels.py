@@ -35,7 +35,7 @@ runs_kernels = pytest.mark.skipif(
 )
 variants = pytest.mark.parametrize(("name", "options"), VARIANTS)
 # No deadline: the first launch of each variant compiles.
-few = settings(max_examples=40 if INTERPRETED else 100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+few = settings(max_examples=20 if INTERPRETED else 100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def run(name: str, verb: str, *args, **options) -> bool:

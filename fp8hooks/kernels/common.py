@@ -1,7 +1,8 @@
 """What all kernel families share: where a program reads and writes, rounding, random numbers.
 
-A program handles some rows, each of them one block of the codec. It takes a short way if all of its rows are whole and
-finite, which nearly all are, and a longer one otherwise.
+A program handles some rows, each of them one block of the codec: all at once if they are tame, that is whole, finite,
+and below the very end of the dtype's range, as nearly all are; otherwise one after the other, so that the many
+registers which wild rows take do not keep the GPU from running many programs.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-#: Elements of one program, and its warps: of 512 to 4096 and 1 to 4 the best compromise on an H200.
+#: Elements of one program, and its warps. One warp needs no barriers, and an SM can hold 32 of its programs.
 ELEMENTS = 1024
-WARPS = 2
+WARPS = 1
 #: The kernels' 64-bit parameters: numbers like any others, with no variants of the kernels for some of them.
 NUMBERS = ["numel", "scales_offset", "seed", "run", "middle", "middle_stride", "outer_stride"]
 
@@ -37,76 +38,35 @@ def locate(
     and those groups `outer_stride` apart, which are multiples of 16 so that whole words are read.
     """
     columns = tl.arange(0, BLOCK)[None, :]
-    if LAYOUT == 2:
-        rows = (first_row + tl.arange(0, ROWS)).to(tl.int32)
+    base = first_row * BLOCK
+    offsets = tl.arange(0, ROWS)[:, None] * BLOCK + columns
+    if LAYOUT != 0:
+        # Rows are counted in 32 bits: a division of 64 bits costs more than all else that is done to an element.
+        rows = first_row.to(tl.int32)
+        if LAYOUT == 2:
+            rows += tl.arange(0, ROWS)
         a_run = (run // BLOCK).to(tl.int32)
         runs, within = rows // a_run, rows % a_run
         outer, inner = runs // middle.to(tl.int32), runs % middle.to(tl.int32)
-        base = first_row * 0
         starts = outer.to(tl.int64) * outer_stride + inner.to(tl.int64) * middle_stride + within.to(tl.int64) * BLOCK
-        offsets = tl.multiple_of(starts, [16])[:, None] + columns
-    else:
-        offsets = tl.arange(0, ROWS)[:, None] * BLOCK + columns
-        first = first_row * BLOCK
-        base = first
-        if LAYOUT == 1:
-            runs = first // run
-            base = tl.multiple_of(runs // middle * outer_stride + runs % middle * middle_stride + first % run, 16)
+        if LAYOUT == 2:
+            base = first_row * 0
+            offsets = tl.multiple_of(starts, [16])[:, None] + columns
+        else:
+            base = tl.multiple_of(starts, 16)
     return base, offsets
 
 
 @triton.jit
-def inside(first_row, numel, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Which of this program's elements there are, [ROWS, BLOCK]."""
-    return first_row * BLOCK + tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :] < numel
+def places(BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Where elements of neighbouring rows lie from the first, [ROWS, BLOCK]."""
+    return tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
 
 
 @triton.jit
-def load(pointers, full, first_row, numel, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """This program's elements [ROWS, BLOCK]; 0 for those that are not there, of which there are none if `full`."""
-    # The mask is made where it is needed, so that full programs, nearly all, do without.
-    if full:
-        value = tl.load(pointers)
-    else:
-        value = tl.load(pointers, mask=inside(first_row, numel, BLOCK, ROWS), other=0)
-    return value
-
-
-@triton.jit
-def store(pointers, value, full, first_row, numel, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """As `load`, the other way."""
-    if full:
-        tl.store(pointers, value)
-    else:
-        tl.store(pointers, value, mask=inside(first_row, numel, BLOCK, ROWS))
-
-
-@triton.jit
-def load_rows(pointers, full, first_row, numel, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """One number for each row [ROWS] from `pointers`, where the first is; 0 for rows that are not there."""
-    rows = tl.arange(0, ROWS)
-    if full:
-        value = tl.load(pointers + rows)
-    else:
-        value = tl.load(pointers + rows, mask=(first_row + rows) * BLOCK < numel, other=0)
-    return value
-
-
-@triton.jit
-def store_rows(pointers, value, full, first_row, numel, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """As `load_rows`, the other way."""
-    rows = tl.arange(0, ROWS)
-    if full:
-        tl.store(pointers + rows, value)
-    else:
-        tl.store(pointers + rows, value, mask=(first_row + rows) * BLOCK < numel)
-
-
-@triton.jit
-def load_floats(pointers, full, first_row, numel, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """As `load`, of float32, bfloat16 or float16 elements, as float32."""
-    raw = load(pointers, full, first_row, numel, BLOCK, ROWS)
-    if INTERPRETED and pointers.dtype.element_ty == tl.bfloat16:
+def as_floats(raw):
+    """float32, bfloat16 or float16 elements as float32."""
+    if INTERPRETED and raw.dtype == tl.bfloat16:
         # By a shift: the interpreter loses a subnormal on the usual way.
         value = (raw.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -115,18 +75,15 @@ def load_floats(pointers, full, first_row, numel, BLOCK: tl.constexpr, ROWS: tl.
 
 
 @triton.jit
-def store_floats(
-    pointers, value, full, first_row, numel,
-    NATIVE_BF16: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Store float32 values as the pointers' dtype, rounded to nearest, ties to even."""
-    if pointers.dtype.element_ty == tl.bfloat16 and not NATIVE_BF16:
+def rounded(value, TYPE: tl.constexpr, NATIVE_BF16: tl.constexpr):
+    """float32 values as TYPE, rounded to nearest, ties to even."""
+    if tl.bfloat16 == TYPE and not NATIVE_BF16:
         bits = value.to(tl.int32, bitcast=True)
-        rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-        bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, rounded)
-        store(pointers, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), full, first_row, numel, BLOCK, ROWS)
+        bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits + 0x7FFF + ((bits >> 16) & 1))
+        result = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
-        store(pointers, value.to(pointers.dtype.element_ty), full, first_row, numel, BLOCK, ROWS)
+        result = value.to(TYPE)
+    return result
 
 
 @triton.jit

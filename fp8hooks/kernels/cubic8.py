@@ -10,15 +10,12 @@ from fp8hooks.codecs import cubic8
 from fp8hooks.kernels.common import (
     NUMBERS,
     all_at_most,
-    load,
-    load_floats,
-    load_rows,
+    as_floats,
     locate,
     native_bf16,
+    places,
+    rounded,
     row_max,
-    store,
-    store_floats,
-    store_rows,
     uniform,
 )
 from fp8hooks.kernels.launch import launch, layout_of, signed
@@ -80,19 +77,43 @@ def _encode(
     MIN_SCALE: tl.constexpr, STOCHASTIC: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0).to(tl.int64) * ROWS
-    full = (first_row + ROWS) * BLOCK <= numel
-    base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
-    x = load_floats(x_ptr + base + offsets, full, first_row, numel, BLOCK, ROWS)
-    high, low = row_max(x), -row_max(-x)
-    if all_at_most(tl.maximum(high, -low, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e38):
-        code, word = _codes(x, low, high, seed, first_row, MIN_SCALE, True, STOCHASTIC, BLOCK, ROWS)
-    else:
-        code, word = _codes(x, low, high, seed, first_row, MIN_SCALE, False, STOCHASTIC, BLOCK, ROWS)
-    rows = tl.arange(0, ROWS)
-    places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    store(buffer_ptr + first_row * BLOCK + places, code.to(tl.uint8), full, first_row, numel, BLOCK, ROWS)
-    words_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int32)) + first_row
-    store_rows(words_ptr, word.to(tl.int32), full, first_row, numel, BLOCK, ROWS)
+    words_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int32))
+    tame = (first_row + ROWS) * BLOCK <= numel
+    if tame:
+        base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
+        x = as_floats(tl.load(x_ptr + base + offsets))
+        high, low = row_max(x), -row_max(-x)
+        tame = all_at_most(tl.maximum(high, -low, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e38)
+        if tame:
+            code, word = _codes(x, low, high, seed, first_row, MIN_SCALE, True, STOCHASTIC, BLOCK, ROWS)
+            tl.store(buffer_ptr + first_row * BLOCK + places(BLOCK, ROWS), code.to(tl.uint8))
+            tl.store(words_ptr + first_row + tl.arange(0, ROWS), word.to(tl.int32))
+    if not tame:
+        for turn in range(ROWS):
+            row = first_row + turn
+            width = tl.minimum(numel - row * BLOCK, BLOCK)
+            columns = tl.arange(0, BLOCK)[None, :]
+            base, offsets = locate(row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, 1)
+            x = as_floats(tl.load(x_ptr + base + offsets, mask=columns < width, other=0.0))
+            code, word = _codes(x, x, x, seed, row, MIN_SCALE, False, STOCHASTIC, BLOCK, 1)
+            tl.store(buffer_ptr + row * BLOCK + columns, code.to(tl.uint8), mask=columns < width)
+            tl.store(words_ptr + row + tl.arange(0, 1), word.to(tl.int32), mask=tl.arange(0, 1) < width)
+
+
+@triton.jit
+def _values(raw, word, LEAST: tl.constexpr, TAME: tl.constexpr):
+    """The values (float32) of rows of codes and their words; TAME ones are finite."""
+    mixed = (word & 1) != 0
+    largest = (word & 0x7FFFFFFC).to(tl.float32, bitcast=True)
+    step = largest * tl.where(mixed, 5.12e-07, 6.175020965739934e-08)
+    code = raw & tl.where(mixed, 0x7F, 0xFF)[:, None]
+    value = tl.minimum(_cube(code.to(tl.float32)) * step[:, None], largest[:, None])
+    value = tl.where(code != 0, tl.maximum(value, LEAST), value)
+    if not TAME:
+        wild = tl.where(code == tl.where(mixed, 126, 254)[:, None], float("inf"), value)
+        wild = tl.where(code == tl.where(mixed, 127, 255)[:, None], float("nan"), wild)
+        value = tl.where(((word & 2) != 0)[:, None], wild, value)
+    return tl.where(tl.where(mixed[:, None], raw > 0x7F, (word < 0)[:, None]), -value, value)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -103,33 +124,26 @@ def _decode(
     LEAST: tl.constexpr, NATIVE_BF16: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0).to(tl.int64) * ROWS
-    full = (first_row + ROWS) * BLOCK <= numel
-    rows = tl.arange(0, ROWS)
-    places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    raw = load(buffer_ptr + first_row * BLOCK + places, full, first_row, numel, BLOCK, ROWS).to(tl.int32)
-    words_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int32)) + first_row
-    word = load_rows(words_ptr, full, first_row, numel, BLOCK, ROWS)
-    mixed = (word & 1) != 0
-    largest = (word & 0x7FFFFFFC).to(tl.float32, bitcast=True)
-    step = largest * tl.where(mixed, 5.12e-07, 6.175020965739934e-08)
-    code = raw & tl.where(mixed, 0x7F, 0xFF)[:, None]
-    value = tl.minimum(_cube(code.to(tl.float32)) * step[:, None], largest[:, None])
-    value = tl.where(code != 0, tl.maximum(value, LEAST), value)
-    if tl.max(word & 2, 0) != 0:
-        value = tl.where(code == tl.where(mixed, 126, 254)[:, None], float("inf"), value)
-        value = tl.where(code == tl.where(mixed, 127, 255)[:, None], float("nan"), value)
-    negative = tl.where(mixed[:, None], raw > 0x7F, (word < 0)[:, None])
-    base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
-    store_floats(
-        out_ptr + base + offsets,
-        tl.where(negative, -value, value),
-        full,
-        first_row,
-        numel,
-        NATIVE_BF16,
-        BLOCK,
-        ROWS,
-    )
+    words_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int32))
+    tame = (first_row + ROWS) * BLOCK <= numel
+    if tame:
+        word = tl.load(words_ptr + first_row + tl.arange(0, ROWS))
+        raw = tl.load(buffer_ptr + first_row * BLOCK + places(BLOCK, ROWS)).to(tl.int32)
+        tame = tl.max(word & 2, 0) == 0
+        if tame:
+            base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
+            value = _values(raw, word, LEAST, True)
+            tl.store(out_ptr + base + offsets, rounded(value, out_ptr.dtype.element_ty, NATIVE_BF16))
+    if not tame:
+        for turn in range(ROWS):
+            row = first_row + turn
+            width = tl.minimum(numel - row * BLOCK, BLOCK)
+            columns = tl.arange(0, BLOCK)[None, :]
+            word = tl.load(words_ptr + row + tl.arange(0, 1), mask=tl.arange(0, 1) < width, other=0)
+            raw = tl.load(buffer_ptr + row * BLOCK + columns, mask=columns < width, other=0).to(tl.int32)
+            base, offsets = locate(row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, 1)
+            value = rounded(_values(raw, word, LEAST, False), out_ptr.dtype.element_ty, NATIVE_BF16)
+            tl.store(out_ptr + base + offsets, value, mask=columns < width)
 
 
 def encode(core: Tensor, buffer: Tensor, block_size: int, scales_offset: int, seed: int | None) -> bool:

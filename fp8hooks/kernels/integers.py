@@ -10,17 +10,12 @@ from fp8hooks.codecs import integers
 from fp8hooks.kernels.common import (
     NUMBERS,
     all_at_most,
+    as_floats,
     bf16_bits_up,
-    inside,
-    load,
-    load_floats,
-    load_rows,
     locate,
     native_bf16,
+    rounded,
     row_max,
-    store,
-    store_floats,
-    store_rows,
     uniform,
 )
 from fp8hooks.kernels.launch import launch, layout_of, signed
@@ -61,11 +56,10 @@ def _tame_codes(
 
 @triton.jit
 def _wild_codes(
-    x, seed, first_row, numel,
+    x, mask, seed, first_row,
     TOP: tl.constexpr, SHIFT: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """As `_tame_codes`, for any rows."""
-    mask = inside(first_row, numel, BLOCK, ROWS)
+    """As `_tame_codes`, for any rows; `mask` says which elements there are."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     finite = mask & (magnitude < 0x7F800000)
@@ -105,17 +99,18 @@ def _wild_codes(
 
 
 @triton.jit
-def _tens(first_row, numel, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """For codes of 10 bits: where rows begin, [ROWS, 1], and how many elements they have; the last may be short."""
-    rows = tl.arange(0, ROWS)[:, None]
-    width = tl.minimum(numel - first_row * BLOCK - rows * BLOCK, BLOCK).to(tl.int32)
-    return rows * (BLOCK + BLOCK // 4), width
+def _low_places(BLOCK: tl.constexpr):
+    """For codes of 10 bits: which byte holds an element's lower two bits, and from which of its bits, [1, BLOCK]."""
+    columns = tl.arange(0, BLOCK)[None, :]
+    return columns // 16 * 4 + columns % 4, columns % 16 // 4 * 2
 
 
 @triton.jit
-def _low_places(columns):
-    """For codes of 10 bits: which byte holds an element's lower two bits, and from which of its bits."""
-    return columns // 16 * 4 + columns % 4, columns % 16 // 4 * 2
+def _packed(code, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """The bytes of the lower two bits of codes, [ROWS, BLOCK // 4]."""
+    _, shift = _low_places(BLOCK)
+    quads = tl.reshape((code & 3) << shift, [ROWS * BLOCK // 16, 4, 4])
+    return tl.reshape(tl.sum(quads, axis=1), [ROWS, BLOCK // 4]).to(tl.uint8)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -127,36 +122,62 @@ def _encode(
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     SHIFT: tl.constexpr = 1 << (BITS - 1)
+    STRIDE: tl.constexpr = BLOCK if BITS == 8 else BLOCK + BLOCK // 4
     first_row = tl.program_id(0).to(tl.int64) * ROWS
-    full = (first_row + ROWS) * BLOCK <= numel
-    base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
-    x = load_floats(x_ptr + base + offsets, full, first_row, numel, BLOCK, ROWS)
-    high, low = row_max(x), -row_max(-x)
-    if full & all_at_most(tl.maximum(high, -low, propagate_nan=tl.PropagateNan.ALL), TOP):
-        code, word = _tame_codes(x, low, high, seed, first_row, SHIFT, STOCHASTIC, BLOCK, ROWS)
-    else:
-        code, word = _wild_codes(x, seed, first_row, numel, TOP, SHIFT, STOCHASTIC, BLOCK, ROWS)
-    rows = tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK)[None, :]
-    if BITS == 8:
-        codes_ptr = (buffer_ptr + first_row * BLOCK).to(tl.pointer_type(tl.int8))
-        store(codes_ptr + (rows[:, None] * BLOCK + columns), code.to(tl.int8), full, first_row, numel, BLOCK, ROWS)
-    else:
-        starts, width = _tens(first_row, numel, BLOCK, ROWS)
-        row_ptr = buffer_ptr + first_row * (BLOCK + BLOCK // 4)
-        high_ptr = row_ptr.to(tl.pointer_type(tl.int8)) + (starts + columns)
-        store(high_ptr, (code >> 2).to(tl.int8), full, first_row, numel, BLOCK, ROWS)
-        _, shift = _low_places(columns)
-        low_bits = tl.where(columns < width, code & 3, 0) << shift
-        packed = tl.sum(tl.reshape(low_bits, [ROWS * BLOCK // 16, 4, 4]), axis=1)
-        packed = tl.reshape(packed, [ROWS, BLOCK // 4]).to(tl.uint8)
-        places = tl.arange(0, BLOCK // 4)[None, :]
-        if full:
-            tl.store(row_ptr + (rows[:, None] * (BLOCK + BLOCK // 4) + BLOCK + places), packed)
-        else:
-            tl.store(row_ptr + (starts + width + places), packed, mask=places // 4 * 16 < width)
-    words_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int32)) + first_row
-    store_rows(words_ptr, word.to(tl.int32), full, first_row, numel, BLOCK, ROWS)
+    words_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int32))
+    tame = (first_row + ROWS) * BLOCK <= numel
+    if tame:
+        base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
+        x = as_floats(tl.load(x_ptr + base + offsets))
+        high, low = row_max(x), -row_max(-x)
+        tame = all_at_most(tl.maximum(high, -low, propagate_nan=tl.PropagateNan.ALL), TOP)
+        if tame:
+            code, word = _tame_codes(x, low, high, seed, first_row, SHIFT, STOCHASTIC, BLOCK, ROWS)
+            row_ptr = buffer_ptr + first_row * STRIDE
+            starts = tl.arange(0, ROWS)[:, None] * STRIDE
+            upper = code if BITS == 8 else code >> 2
+            upper_ptr = row_ptr.to(tl.pointer_type(tl.int8)) + (starts + tl.arange(0, BLOCK)[None, :])
+            tl.store(upper_ptr, upper.to(tl.int8))
+            if BITS == 10:
+                low_ptr = row_ptr + (starts + (BLOCK + tl.arange(0, BLOCK // 4)[None, :]))
+                tl.store(low_ptr, _packed(code, BLOCK, ROWS))
+            tl.store(words_ptr + first_row + tl.arange(0, ROWS), word.to(tl.int32))
+    if not tame:
+        for turn in range(ROWS):
+            row = first_row + turn
+            width = tl.minimum(numel - row * BLOCK, BLOCK)
+            columns = tl.arange(0, BLOCK)[None, :]
+            base, offsets = locate(row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, 1)
+            x = as_floats(tl.load(x_ptr + base + offsets, mask=columns < width, other=0.0))
+            code, word = _wild_codes(x, columns < width, seed, row, TOP, SHIFT, STOCHASTIC, BLOCK, 1)
+            row_ptr = buffer_ptr + row * STRIDE
+            upper = code if BITS == 8 else code >> 2
+            tl.store(row_ptr.to(tl.pointer_type(tl.int8)) + columns, upper.to(tl.int8), mask=columns < width)
+            if BITS == 10:
+                quarters = tl.arange(0, BLOCK // 4)[None, :]
+                low = _packed(tl.where(columns < width, code, 0), BLOCK, 1)
+                tl.store(row_ptr + (width + quarters), low, mask=quarters // 4 * 16 < width)
+            tl.store(words_ptr + row + tl.arange(0, 1), word.to(tl.int32), mask=tl.arange(0, 1) < width)
+
+
+@triton.jit
+def _values(code, word, SHIFT: tl.constexpr, TAME: tl.constexpr):
+    """The values (float32) of rows of codes and their words; TAME ones are finite."""
+    offset = _as_float(word & -0x10000)
+    one_sided = offset != 0.0
+    scale = _as_float((word & 0x7FFF) << 16)
+    scale = tl.where(offset < 0.0, -scale, scale)
+    steps = code.to(tl.float32) + tl.where(one_sided, 1.0 * SHIFT, 0.0)[:, None]
+    value = steps * scale[:, None] + offset[:, None]
+    if not TAME:
+        # An infinity is the last code but one in a one-sided row, with the row's sign.
+        limit = tl.where(one_sided, SHIFT - 2, SHIFT - 1)[:, None]
+        upward = (code == limit) & ((offset >= 0.0)[:, None])
+        downward = tl.where(one_sided[:, None], (code == limit) & ((offset < 0.0)[:, None]), code == 1 - SHIFT)
+        infinite = tl.where(upward, float("inf"), tl.where(downward, float("-inf"), value))
+        infinite = tl.where(code == tl.where(one_sided, SHIFT - 1, -SHIFT)[:, None], float("nan"), infinite)
+        value = tl.where(((word & 0x8000) != 0)[:, None], infinite, value)
+    return value
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -168,42 +189,40 @@ def _decode(
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     SHIFT: tl.constexpr = 1 << (BITS - 1)
+    STRIDE: tl.constexpr = BLOCK if BITS == 8 else BLOCK + BLOCK // 4
     first_row = tl.program_id(0).to(tl.int64) * ROWS
-    full = (first_row + ROWS) * BLOCK <= numel
-    rows = tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK)[None, :]
-    if BITS == 8:
-        codes_ptr = (buffer_ptr + first_row * BLOCK).to(tl.pointer_type(tl.int8))
-        code = load(codes_ptr + (rows[:, None] * BLOCK + columns), full, first_row, numel, BLOCK, ROWS).to(tl.int32)
-    else:
-        starts, width = _tens(first_row, numel, BLOCK, ROWS)
-        row_ptr = buffer_ptr + first_row * (BLOCK + BLOCK // 4)
-        byte, shift = _low_places(columns)
-        high_ptr = row_ptr.to(tl.pointer_type(tl.int8)) + (starts + columns)
-        if full:
-            high = tl.load(high_ptr).to(tl.int32)
-            low = tl.load(row_ptr + (rows[:, None] * (BLOCK + BLOCK // 4) + BLOCK + byte)).to(tl.int32)
-        else:
-            high = tl.load(high_ptr, mask=columns < width, other=0).to(tl.int32)
-            low = tl.load(row_ptr + (starts + width + byte), mask=columns < width, other=0).to(tl.int32)
-        code = (high << 2) | ((low >> shift) & 3)
-    words_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int32)) + first_row
-    word = load_rows(words_ptr, full, first_row, numel, BLOCK, ROWS)
-    offset = _as_float(word & -0x10000)
-    one_sided = offset != 0.0
-    scale = _as_float((word & 0x7FFF) << 16)
-    scale = tl.where(offset < 0.0, -scale, scale)
-    steps = code.to(tl.float32) + tl.where(one_sided, 1.0 * SHIFT, 0.0)[:, None]
-    value = steps * scale[:, None] + offset[:, None]
-    if tl.max(word & 0x8000, 0) != 0:
-        # An infinity is the last code but one in a one-sided row, with the row's sign.
-        limit = tl.where(one_sided, SHIFT - 2, SHIFT - 1)[:, None]
-        upward = (code == limit) & ((offset >= 0.0)[:, None])
-        downward = tl.where(one_sided[:, None], (code == limit) & ((offset < 0.0)[:, None]), code == 1 - SHIFT)
-        value = tl.where(upward, float("inf"), tl.where(downward, float("-inf"), value))
-        value = tl.where(code == tl.where(one_sided, SHIFT - 1, -SHIFT)[:, None], float("nan"), value)
-    base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
-    store_floats(out_ptr + base + offsets, value, full, first_row, numel, NATIVE_BF16, BLOCK, ROWS)
+    words_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int32))
+    byte, shift = _low_places(BLOCK)
+    tame = (first_row + ROWS) * BLOCK <= numel
+    if tame:
+        word = tl.load(words_ptr + first_row + tl.arange(0, ROWS))
+        row_ptr = buffer_ptr + first_row * STRIDE
+        starts = tl.arange(0, ROWS)[:, None] * STRIDE
+        upper_ptr = row_ptr.to(tl.pointer_type(tl.int8)) + (starts + tl.arange(0, BLOCK)[None, :])
+        code = tl.load(upper_ptr).to(tl.int32)
+        if BITS == 10:
+            code = (code << 2) | ((tl.load(row_ptr + (starts + (BLOCK + byte))).to(tl.int32) >> shift) & 3)
+        tame = tl.max(word & 0x8000, 0) == 0
+        if tame:
+            base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
+            value = _values(code, word, SHIFT, True)
+            tl.store(out_ptr + base + offsets, rounded(value, out_ptr.dtype.element_ty, NATIVE_BF16))
+    if not tame:
+        for turn in range(ROWS):
+            row = first_row + turn
+            width = tl.minimum(numel - row * BLOCK, BLOCK)
+            columns = tl.arange(0, BLOCK)[None, :]
+            word = tl.load(words_ptr + row + tl.arange(0, 1), mask=tl.arange(0, 1) < width, other=0)
+            row_ptr = buffer_ptr + row * STRIDE
+            upper_ptr = row_ptr.to(tl.pointer_type(tl.int8)) + columns
+            code = tl.load(upper_ptr, mask=columns < width, other=0).to(tl.int32)
+            if BITS == 10:
+                low = tl.load(row_ptr + (width + byte), mask=columns < width, other=0).to(tl.int32)
+                code = (code << 2) | ((low >> shift) & 3)
+            value = _values(code, word, SHIFT, False)
+            base, offsets = locate(row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, 1)
+            value = rounded(value, out_ptr.dtype.element_ty, NATIVE_BF16)
+            tl.store(out_ptr + base + offsets, value, mask=columns < width)
 
 
 def encode(bits: int, core: Tensor, buffer: Tensor, block_size: int, scales_offset: int, seed: int | None) -> bool:

@@ -13,17 +13,14 @@ from fp8hooks.codecs.minifloat import Format
 from fp8hooks.kernels.common import (
     NUMBERS,
     all_at_most,
-    load,
-    load_floats,
-    load_rows,
+    as_floats,
     locate,
     native_bf16,
     native_fp8,
     noise,
+    places,
+    rounded,
     row_max,
-    store,
-    store_floats,
-    store_rows,
     with_sign,
 )
 from fp8hooks.kernels.launch import launch, layout_of, signed
@@ -109,24 +106,53 @@ def _encode(
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0).to(tl.int64) * ROWS
-    full = (first_row + ROWS) * BLOCK <= numel
-    base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
-    x = load_floats(x_ptr + base + offsets, full, first_row, numel, BLOCK, ROWS)
-    largest = row_max(tl.abs(x))
-    if all_at_most(largest, TAME_MAX):
-        code, biased = _codes(
-            x, largest, seed, first_row, M, BIAS, STEP, INFINITY, CARRY, MAX, MAX_EXPONENT, LEAST_SCALE, TOP, TOP_MAX,
-            NATIVE, True, STOCHASTIC, BLOCK, ROWS,
-        )  # fmt: skip
+    scales_ptr = buffer_ptr + scales_offset
+    tame = (first_row + ROWS) * BLOCK <= numel
+    if tame:
+        base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
+        x = as_floats(tl.load(x_ptr + base + offsets))
+        largest = row_max(tl.abs(x))
+        tame = all_at_most(largest, TAME_MAX)
+        if tame:
+            code, biased = _codes(
+                x, largest, seed, first_row, M, BIAS, STEP, INFINITY, CARRY, MAX, MAX_EXPONENT, LEAST_SCALE, TOP,
+                TOP_MAX, NATIVE, True, STOCHASTIC, BLOCK, ROWS,
+            )  # fmt: skip
+            tl.store(buffer_ptr + first_row * BLOCK + places(BLOCK, ROWS), code)
+            tl.store(scales_ptr + first_row + tl.arange(0, ROWS), biased.to(tl.uint8))
+    if not tame:
+        for turn in range(ROWS):
+            row = first_row + turn
+            width = tl.minimum(numel - row * BLOCK, BLOCK)
+            columns = tl.arange(0, BLOCK)[None, :]
+            base, offsets = locate(row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, 1)
+            x = as_floats(tl.load(x_ptr + base + offsets, mask=columns < width, other=0.0))
+            code, biased = _codes(
+                x, x, seed, row, M, BIAS, STEP, INFINITY, CARRY, MAX, MAX_EXPONENT, LEAST_SCALE, TOP, TOP_MAX, NATIVE,
+                False, STOCHASTIC, BLOCK, 1,
+            )  # fmt: skip
+            tl.store(buffer_ptr + row * BLOCK + columns, code, mask=columns < width)
+            tl.store(scales_ptr + row + tl.arange(0, 1), biased.to(tl.uint8), mask=tl.arange(0, 1) < width)
+
+
+@triton.jit
+def _values(
+    code, biased, M: tl.constexpr, BIAS: tl.constexpr, INFINITY: tl.constexpr, NATIVE: tl.constexpr, TAME: tl.constexpr
+):
+    """The values (float32) of rows of codes and their scales; TAME ones are finite."""
+    scale = _power_of_two(biased.to(tl.int32))[:, None]
+    magnitude = code & 0x7F
+    if NATIVE and M == 3:
+        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
     else:
-        code, biased = _codes(
-            x, largest, seed, first_row, M, BIAS, STEP, INFINITY, CARRY, MAX, MAX_EXPONENT, LEAST_SCALE, TOP, TOP_MAX,
-            NATIVE, False, STOCHASTIC, BLOCK, ROWS,
-        )  # fmt: skip
-    rows = tl.arange(0, ROWS)
-    places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    store(buffer_ptr + first_row * BLOCK + places, code, full, first_row, numel, BLOCK, ROWS)
-    store_rows(buffer_ptr + scales_offset + first_row, biased.to(tl.uint8), full, first_row, numel, BLOCK, ROWS)
+        # Shifted, the seven low bits are those of a float16, but for its bias.
+        half = ((code.to(tl.int16) << 8) & -0x8000) | (magnitude.to(tl.int16) << (10 - M))
+        value = half.to(tl.float16, bitcast=True).to(tl.float32) * (1 << (15 - BIAS)) * scale
+    if not TAME:
+        infinity = tl.where(code > 0x7F, float("-inf"), float("inf"))
+        value = tl.where(magnitude == INFINITY, infinity, value)
+        value = tl.where(magnitude == 0x7F, float("nan"), value)
+    return value
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -138,25 +164,27 @@ def _decode(
     LAYOUT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0).to(tl.int64) * ROWS
-    full = (first_row + ROWS) * BLOCK <= numel
-    rows = tl.arange(0, ROWS)
-    places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    code = load(buffer_ptr + first_row * BLOCK + places, full, first_row, numel, BLOCK, ROWS)
-    biased = load_rows(buffer_ptr + scales_offset + first_row, full, first_row, numel, BLOCK, ROWS)
-    scale = _power_of_two(biased.to(tl.int32))[:, None]
-    magnitude = code & 0x7F
-    if NATIVE and M == 3:
-        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
-    else:
-        # Shifted, the seven low bits are those of a float16, but for its bias.
-        half = ((code.to(tl.int16) << 8) & -0x8000) | (magnitude.to(tl.int16) << (10 - M))
-        value = half.to(tl.float16, bitcast=True).to(tl.float32) * (1 << (15 - BIAS)) * scale
-    if tl.max(tl.max(magnitude.to(tl.int32), 1), 0) >= INFINITY:
-        infinity = tl.where(code > 0x7F, float("-inf"), float("inf"))
-        value = tl.where(magnitude == INFINITY, infinity, value)
-        value = tl.where(magnitude == 0x7F, float("nan"), value)
-    base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
-    store_floats(out_ptr + base + offsets, value, full, first_row, numel, NATIVE_BF16, BLOCK, ROWS)
+    scales_ptr = buffer_ptr + scales_offset
+    tame = (first_row + ROWS) * BLOCK <= numel
+    if tame:
+        biased = tl.load(scales_ptr + first_row + tl.arange(0, ROWS))
+        code = tl.load(buffer_ptr + first_row * BLOCK + places(BLOCK, ROWS))
+        tame = tl.max(tl.max((code & 0x7F).to(tl.int32), 1), 0) < INFINITY
+        if tame:
+            base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
+            value = _values(code, biased, M, BIAS, INFINITY, NATIVE, True)
+            tl.store(out_ptr + base + offsets, rounded(value, out_ptr.dtype.element_ty, NATIVE_BF16))
+    if not tame:
+        for turn in range(ROWS):
+            row = first_row + turn
+            width = tl.minimum(numel - row * BLOCK, BLOCK)
+            columns = tl.arange(0, BLOCK)[None, :]
+            biased = tl.load(scales_ptr + row + tl.arange(0, 1), mask=tl.arange(0, 1) < width, other=0)
+            code = tl.load(buffer_ptr + row * BLOCK + columns, mask=columns < width, other=0)
+            base, offsets = locate(row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, 1)
+            value = _values(code, biased, M, BIAS, INFINITY, NATIVE, False)
+            value = rounded(value, out_ptr.dtype.element_ty, NATIVE_BF16)
+            tl.store(out_ptr + base + offsets, value, mask=columns < width)
 
 
 @functools.cache

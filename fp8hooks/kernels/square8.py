@@ -11,16 +11,13 @@ from fp8hooks.codecs import square8
 from fp8hooks.kernels.common import (
     NUMBERS,
     all_at_most,
+    as_floats,
     bf16_bits_up,
-    load,
-    load_floats,
-    load_rows,
     locate,
     native_bf16,
+    places,
+    rounded,
     row_max,
-    store,
-    store_floats,
-    store_rows,
     uniform,
     with_sign,
 )
@@ -74,20 +71,41 @@ def _encode(
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0).to(tl.int64) * ROWS
-    full = (first_row + ROWS) * BLOCK <= numel
-    base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
-    x = load_floats(x_ptr + base + offsets, full, first_row, numel, BLOCK, ROWS)
-    largest = row_max(tl.abs(x))
-    if all_at_most(largest, TOP):
-        code, scale_bits = _codes(x, largest, seed, first_row, LEAST_R, MOST_R, True, STOCHASTIC, BLOCK, ROWS)
-    else:
-        code, scale_bits = _codes(x, largest, seed, first_row, LEAST_R, MOST_R, False, STOCHASTIC, BLOCK, ROWS)
-    rows = tl.arange(0, ROWS)
-    places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    codes_ptr = (buffer_ptr + first_row * BLOCK).to(tl.pointer_type(tl.int8))
-    store(codes_ptr + places, code, full, first_row, numel, BLOCK, ROWS)
-    scales_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int16)) + first_row
-    store_rows(scales_ptr, scale_bits.to(tl.int16), full, first_row, numel, BLOCK, ROWS)
+    codes_ptr = buffer_ptr.to(tl.pointer_type(tl.int8))
+    scales_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int16))
+    tame = (first_row + ROWS) * BLOCK <= numel
+    if tame:
+        base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
+        x = as_floats(tl.load(x_ptr + base + offsets))
+        largest = row_max(tl.abs(x))
+        tame = all_at_most(largest, TOP)
+        if tame:
+            code, scale_bits = _codes(x, largest, seed, first_row, LEAST_R, MOST_R, True, STOCHASTIC, BLOCK, ROWS)
+            tl.store(codes_ptr + first_row * BLOCK + places(BLOCK, ROWS), code)
+            tl.store(scales_ptr + first_row + tl.arange(0, ROWS), scale_bits.to(tl.int16))
+    if not tame:
+        for turn in range(ROWS):
+            row = first_row + turn
+            width = tl.minimum(numel - row * BLOCK, BLOCK)
+            columns = tl.arange(0, BLOCK)[None, :]
+            base, offsets = locate(row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, 1)
+            x = as_floats(tl.load(x_ptr + base + offsets, mask=columns < width, other=0.0))
+            code, scale_bits = _codes(x, x, seed, row, LEAST_R, MOST_R, False, STOCHASTIC, BLOCK, 1)
+            tl.store(codes_ptr + row * BLOCK + columns, code, mask=columns < width)
+            tl.store(scales_ptr + row + tl.arange(0, 1), scale_bits.to(tl.int16), mask=tl.arange(0, 1) < width)
+
+
+@triton.jit
+def _values(code, scale_bits, UNIT: tl.constexpr, LEAST: tl.constexpr, TAME: tl.constexpr):
+    """The values of rows of codes (float32) and their scales; TAME ones are finite."""
+    scale = ((scale_bits & 0x7FFF) << 16).to(tl.float32, bitcast=True)
+    value = code * tl.abs(code) * UNIT * scale[:, None]
+    if LEAST > 0.0:
+        value = tl.where(code > 0, tl.maximum(value, LEAST), tl.where(code < 0, tl.minimum(value, -LEAST), value))
+    if not TAME:
+        value = tl.where(code == 127, float("inf"), tl.where(code == -127, float("-inf"), value))
+        value = tl.where(code == -128, float("nan"), value)
+    return value
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -99,22 +117,27 @@ def _decode(
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0).to(tl.int64) * ROWS
-    full = (first_row + ROWS) * BLOCK <= numel
-    rows = tl.arange(0, ROWS)
-    places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    codes_ptr = (buffer_ptr + first_row * BLOCK).to(tl.pointer_type(tl.int8))
-    code = load(codes_ptr + places, full, first_row, numel, BLOCK, ROWS).to(tl.float32)
-    scales_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int16)) + first_row
-    scale_bits = load_rows(scales_ptr, full, first_row, numel, BLOCK, ROWS).to(tl.int32)
-    scale = ((scale_bits & 0x7FFF) << 16).to(tl.float32, bitcast=True)
-    value = code * tl.abs(code) * UNIT * scale[:, None]
-    if LEAST > 0.0:
-        value = tl.where(code > 0, tl.maximum(value, LEAST), tl.where(code < 0, tl.minimum(value, -LEAST), value))
-    if tl.min(scale_bits, 0) < 0:
-        value = tl.where(code == 127, float("inf"), tl.where(code == -127, float("-inf"), value))
-        value = tl.where(code == -128, float("nan"), value)
-    base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
-    store_floats(out_ptr + base + offsets, value, full, first_row, numel, NATIVE_BF16, BLOCK, ROWS)
+    codes_ptr = buffer_ptr.to(tl.pointer_type(tl.int8))
+    scales_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int16))
+    tame = (first_row + ROWS) * BLOCK <= numel
+    if tame:
+        scale_bits = tl.load(scales_ptr + first_row + tl.arange(0, ROWS)).to(tl.int32)
+        code = tl.load(codes_ptr + first_row * BLOCK + places(BLOCK, ROWS)).to(tl.float32)
+        tame = tl.min(scale_bits, 0) >= 0
+        if tame:
+            value = _values(code, scale_bits, UNIT, LEAST, True)
+            base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
+            tl.store(out_ptr + base + offsets, rounded(value, out_ptr.dtype.element_ty, NATIVE_BF16))
+    if not tame:
+        for turn in range(ROWS):
+            row = first_row + turn
+            width = tl.minimum(numel - row * BLOCK, BLOCK)
+            columns = tl.arange(0, BLOCK)[None, :]
+            scale_bits = tl.load(scales_ptr + row + tl.arange(0, 1), mask=tl.arange(0, 1) < width, other=0).to(tl.int32)
+            code = tl.load(codes_ptr + row * BLOCK + columns, mask=columns < width, other=0).to(tl.float32)
+            base, offsets = locate(row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, 1)
+            value = rounded(_values(code, scale_bits, UNIT, LEAST, False), out_ptr.dtype.element_ty, NATIVE_BF16)
+            tl.store(out_ptr + base + offsets, value, mask=columns < width)
 
 
 def encode(core: Tensor, buffer: Tensor, block_size: int, scales_offset: int, seed: int | None) -> bool:
