@@ -171,17 +171,16 @@ class Packer:
         return signs.charge
 
     def _save_exact(self, tensor: Tensor, state: _SiteState, address: int, charge: int) -> Exact:
-        stored = 0
-        if address not in self._exact:
-            self._exact.add(address)
-            stored = tensor.untyped_storage().nbytes()
-            self.recorder.exact(stored)
         row = state.exact
         if row is None:
             row = state.exact = self._row(state.site, codecs.EXACT)
         row[0] += 1
         row[1] += charge
-        row[2] += stored
+        if address not in self._exact:
+            self._exact.add(address)
+            stored = charge or tensor.untyped_storage().nbytes()
+            row[2] += stored
+            self.recorder.exact(stored)
         return _keep_exact(tensor, state.site)
 
     def _keep_whole(self, tensor: Tensor, site: Site) -> Exact:

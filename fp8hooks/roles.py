@@ -44,10 +44,18 @@ KNOWN_FUNCTIONS = frozenset(f"Function.{n}" for n in (*_ATTENTION_FUNCTIONS, *_N
 _SMALL = 8
 
 
+# dtypes of masks and indices.
+_WHOLE = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not (dtype.is_floating_point or dtype.is_complex)
+)
+
+
 def role_of(tensor: Tensor, op: Op, call: Call | None) -> str:
     """One of `fp8hooks.config.ROLES`, for a tensor that `op` saves; `call` is the running call, if known."""
     dtype = tensor.dtype
-    if not (dtype.is_floating_point or dtype.is_complex):
+    if dtype in _WHOLE:
         return "mask" if dtype is torch.bool else "index"
     if weight_like(tensor):
         return "weight"
@@ -99,6 +107,8 @@ _MOVES = frozenset(
 
 def _only_casts_a_leaf(tensor: Tensor) -> bool:
     node = tensor.grad_fn
+    if node is None or node.name() not in _MOVES:
+        return False  # nearly always
     for _ in range(4):
         if node is None:
             return False

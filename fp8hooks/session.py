@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import sys
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -146,9 +147,8 @@ class _Context:
 
     def __init__(self, packer: Packer, ledger: Ledger) -> None:
         self.packer = packer
-        self._ledger = ledger
         self._hooks = (self.pack, self.unpack)
-        self._tracker = callsite.Tracker(self._look_for_other_hooks)
+        self._tracker = callsite.Tracker(_look_for_other_hooks(self._hooks[0], ledger))
         self._installed = contextlib.ExitStack()
 
     def install(self) -> None:
@@ -179,17 +179,22 @@ class _Context:
         """The unpack hook."""
         return saved.unpack()
 
-    def _look_for_other_hooks(self) -> None:
-        """Only the innermost pair of hooks runs: say so if it is not ours."""
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def _look_for_other_hooks(pack: Callable[[Tensor], Saved], ledger: Ledger) -> Callable[[], None]:
+    """A function that says so in the report if the innermost hooks, the only ones that run, are not those of `pack`."""
+
+    def look() -> None:
         innermost = _top_hooks(False)
-        if innermost and innermost[0] is not self._hooks[0]:
-            self._ledger.note(
+        if innermost and innermost[0] is not pack:
+            ledger.note(
                 f"Some of this step ran under other hooks inside the session, by {_owner(innermost[0])}; "
                 "what was saved there is neither compressed nor counted."
             )
 
-
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+    return look
 
 
 def _owner(pack_hook: Any) -> str:
