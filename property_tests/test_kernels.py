@@ -17,8 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8hooks import codecs
-from property_tests.strategies import any_values, block_sizes
+from fp8hooks import codecs, kernels
+from fp8hooks.codecs import bits
+from property_tests.strategies import any_values, block_sizes, seeds
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
@@ -117,6 +118,21 @@ def test_gaps_are_passed_over_both_ways(name: str, sizes: tuple, strides: tuple)
     assert same(out.cpu().reshape(-1), codec.decode_reference(want))
     out.fill_(77.0)
     assert (memory == 77.0).all()
+
+
+@runs_kernels
+@few
+@given(tensor=any_values(), seed=seeds)
+def test_bits_and_signs(tensor: Tensor, seed: int) -> None:
+    mask = torch.rand(len(tensor), generator=torch.Generator().manual_seed(seed)) > 0.4
+    for flat, signs in ((mask, False), (tensor, True)):
+        want = bits.pack_reference(flat, signs)
+        buffer = torch.full_like(want, 0xAA).to(DEVICE)
+        assert kernels.pack_bits(flat.to(DEVICE), buffer, signs)
+        assert torch.equal(buffer.cpu(), want)
+        out = torch.ones_like(flat).to(DEVICE)
+        assert kernels.unpack_bits(buffer, out)
+        assert torch.equal(out.cpu(), bits.unpack_reference(want, len(flat), flat.dtype))
 
 
 @runs_kernels

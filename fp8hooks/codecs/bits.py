@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp8hooks import kernels
 from fp8hooks.codecs.base import FLOATS, Codec, Payload
 
 # Eight bytes of 0 or 1, seen as one int64, times this: the top byte gathers their lowest bits.
@@ -26,7 +27,7 @@ class Bits(Codec):
         flat = core.reshape(-1)
         numel = flat.numel()
         if flat.dtype is torch.bool:
-            return Payload(self, _pack(flat), numel, flat.dtype, finite=True)
+            return Payload(self, pack(flat), numel, flat.dtype, finite=True)
         if flat.device.type != "cpu":
             return None  # whether there are two values can't be asked without waiting for the GPU
         other = flat.max() if bool(flat.max() > 0) else flat.min()
@@ -34,13 +35,13 @@ class Bits(Codec):
         if not other.isfinite() or not torch.equal(flat, mask.to(flat.dtype) * other):
             return None
         head = other.to(torch.float64).reshape(1).view(torch.uint8)
-        return Payload(self, torch.cat((head, _pack(mask))), numel, flat.dtype, finite=True)
+        return Payload(self, torch.cat((head, pack(mask))), numel, flat.dtype, finite=True)
 
     def decode(self, payload: Payload) -> Tensor:
         if payload.dtype is torch.bool:
-            return _unpack(payload.buffer, payload.numel)
+            return unpack(payload.buffer, payload.numel, torch.bool)
         other = payload.buffer[:8].view(torch.float64).to(payload.dtype)
-        return _unpack(payload.buffer[8:], payload.numel).to(payload.dtype).mul_(other)
+        return unpack(payload.buffer[8:], payload.numel, payload.dtype).mul_(other)
 
     def nbytes(self, numel: int) -> int:
         return -(-numel // 8)
@@ -57,10 +58,10 @@ class Signs(Codec):
 
     def encode(self, core: Tensor, limit: int | None = None, seed: int | None = None) -> Payload:
         flat = core.reshape(-1)
-        return Payload(self, _pack(~(flat <= 0)), flat.numel(), flat.dtype, finite=True)
+        return Payload(self, pack(flat, signs=True), flat.numel(), flat.dtype, finite=True)
 
     def decode(self, payload: Payload) -> Tensor:
-        return _unpack(payload.buffer, payload.numel).to(payload.dtype)
+        return unpack(payload.buffer, payload.numel, payload.dtype)
 
     def nbytes(self, numel: int) -> int:
         return -(-numel // 8)
@@ -69,13 +70,32 @@ class Signs(Codec):
         return torch.where(flat <= 0, -flat, (flat - 1).abs()).double()
 
 
-def _pack(mask: Tensor) -> Tensor:
-    numel = mask.numel()
-    padded = torch.zeros(-(-numel // 8) * 8, dtype=torch.bool, device=mask.device)
-    padded[:numel] = mask
+def pack(flat: Tensor, signs: bool = False) -> Tensor:
+    """A bit for each element, eight a byte (uint8), the first in the lowest: of a bool itself, of a number its sign."""
+    if flat.is_cuda:
+        buffer = torch.empty(-(-flat.numel() // 8), dtype=torch.uint8, device=flat.device)
+        if kernels.pack_bits(flat, buffer, signs):
+            return buffer
+    return pack_reference(flat, signs)
+
+
+def unpack(packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """The inverse of `pack`: a flat tensor of `dtype` with 1 and 0."""
+    if packed.is_cuda:
+        out = torch.empty(numel, dtype=dtype, device=packed.device)
+        if kernels.unpack_bits(packed, out):
+            return out
+    return unpack_reference(packed, numel, dtype)
+
+
+def pack_reference(flat: Tensor, signs: bool = False) -> Tensor:
+    """`pack` in plain torch operations."""
+    padded = torch.zeros(-(-flat.numel() // 8) * 8, dtype=torch.bool, device=flat.device)
+    padded[: flat.numel()] = ~(flat <= 0) if signs else flat
     return ((padded.view(torch.int64) * _GATHER) >> 56).to(torch.uint8)
 
 
-def _unpack(packed: Tensor, numel: int) -> Tensor:
+def unpack_reference(packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """`unpack` in plain torch operations."""
     spread = (packed.to(torch.int64) * _SPREAD) & _KEEP
-    return (((spread + _ONES) >> 7) & _SPREAD).view(torch.bool)[:numel]
+    return (((spread + _ONES) >> 7) & _SPREAD).view(torch.bool)[:numel].to(dtype)

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "pack_bits", "unpack_bits"]
 
 
 def encode(
@@ -39,6 +39,26 @@ def decode(family: str, buffer: Tensor, out: Tensor, block_size: int, scales_off
     """Decode `buffer`, as `encode` writes it, into `out` (a core, of any of the three dtypes)."""
     module = _load(family)
     return module is not None and module.decode(*settings, buffer, out, block_size, scales_offset)
+
+
+def pack_bits(flat: Tensor, buffer: Tensor, signs: bool) -> bool:
+    """Write a bit for each element of `flat` (contiguous) into `buffer` (uint8), the first in the lowest bit.
+
+    Args:
+        signs: the bit of a number says that it is positive or NaN; otherwise (bool) that it is not zero.
+    """
+    module = _load("bits")
+    if module is not None:
+        module.pack(flat, buffer, signs)
+    return module is not None
+
+
+def unpack_bits(buffer: Tensor, out: Tensor) -> bool:
+    """Write the bits that `pack_bits` wrote as 1 and 0 into `out` (contiguous; bool or a float)."""
+    module = _load("bits")
+    if module is not None:
+        module.unpack(buffer, out)
+    return module is not None
 
 
 @functools.cache
