@@ -74,6 +74,11 @@ DEFAULT: tuple[Rule, ...] = (
     # Softmax's backward subtracts a mean weighted by the probabilities, which so must still sum to one. In an encoder's
     # attention the worst parameter was 0.16 off with INT8, 0.030 with E4M3, 0.023 with cubes and with exact.
     Rule("cubic8", role="probability"),
+    # All else, inputs of linear and convolution above all, gets the config's format. On four trained models (LM,
+    # encoder, conv net, mixture of experts) its share of the gradient's error was 0.022, 0.023, 0.032, 0.025 with E4M3;
+    # 0.011, 0.012, 0.016, 0.013 with E3M4; 0.012, 0.024, 0.007, 0.010 with INT8; 0.005, 0.006, 0.008, 0.007 with
+    # squares; the worst input channel was 0.055, 0.187, 2.28, 0.062 off (LM). 2,000 steps of AdamW ended 0.0012 from
+    # exact with squares, 0.0049 with E3M4, where seeds are 0.016 apart.
 )
 
 # Backward asks of these tensors whether they are positive, and nothing else.

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8hooks.kernels import launch
 from fp8hooks.kernels.common import NUMBERS, as_floats, native_bf16, rounded
-from fp8hooks.kernels.launch import launch
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -39,9 +39,9 @@ def _unpack(
 
 
 def pack(flat: Tensor, buffer: Tensor, signs: bool) -> None:
-    launch(_pack, (signs,), (flat, buffer), (flat.numel(),), lambda: (signs,), flat.numel(), 8)
+    launch.start(_pack, (signs,), (flat, buffer), (flat.numel(),), lambda: (signs,), flat.numel(), 8)
 
 
 def unpack(buffer: Tensor, out: Tensor) -> None:
     constants = (out.is_floating_point(), native_bf16(out.device))
-    launch(_unpack, (), (buffer, out), (out.numel(),), lambda: constants, out.numel(), 8)
+    launch.start(_unpack, (), (buffer, out), (out.numel(),), lambda: constants, out.numel(), 8)

@@ -7,18 +7,17 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8hooks.codecs import cubic8
+from fp8hooks.kernels import launch
 from fp8hooks.kernels.common import (
     NUMBERS,
     all_at_most,
     as_floats,
     locate,
-    native_bf16,
     places,
     rounded,
     row_max,
     uniform,
 )
-from fp8hooks.kernels.launch import launch, layout_of, signed
 
 
 @triton.jit
@@ -147,29 +146,14 @@ def _decode(
 
 
 def encode(core: Tensor, buffer: Tensor, block_size: int, scales_offset: int, seed: int | None) -> bool:
-    found = layout_of(core, block_size)
-    if found is None:
-        return False
-    layout, places = found
-    numel = core.numel()
-
     def constants() -> tuple[object, ...]:
-        return cubic8.MIN_SCALE, seed is not None, layout
+        return (cubic8.MIN_SCALE,)
 
-    numbers = (numel, scales_offset, signed(seed), *places)
-    launch(_encode, (layout, seed is not None), (core, buffer), numbers, constants, numel, block_size)
-    return True
+    return launch.encode(_encode, None, constants, core, buffer, block_size, scales_offset, seed)
 
 
 def decode(buffer: Tensor, out: Tensor, block_size: int, scales_offset: int) -> bool:
-    found = layout_of(out, block_size)
-    if found is None:
-        return False
-    layout, places = found
-    numel = out.numel()
-
     def constants() -> tuple[object, ...]:
-        return cubic8.LEAST[out.dtype], native_bf16(out.device), layout
+        return (cubic8.LEAST[out.dtype],)
 
-    launch(_decode, (layout,), (buffer, out), (numel, scales_offset, *places), constants, numel, block_size)
-    return True
+    return launch.decode(_decode, None, constants, buffer, out, block_size, scales_offset)

@@ -7,18 +7,17 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8hooks.codecs import integers
+from fp8hooks.kernels import launch
 from fp8hooks.kernels.common import (
     NUMBERS,
     all_at_most,
     as_floats,
     bf16_bits_up,
     locate,
-    native_bf16,
     rounded,
     row_max,
     uniform,
 )
-from fp8hooks.kernels.launch import launch, layout_of, signed
 
 
 @triton.jit
@@ -226,29 +225,14 @@ def _decode(
 
 
 def encode(bits: int, core: Tensor, buffer: Tensor, block_size: int, scales_offset: int, seed: int | None) -> bool:
-    found = layout_of(core, block_size)
-    if found is None:
-        return False
-    layout, places = found
-    numel = core.numel()
-
     def constants() -> tuple[object, ...]:
-        return integers.TOP[core.dtype], bits, seed is not None, layout
+        return integers.TOP[core.dtype], bits
 
-    numbers = (numel, scales_offset, signed(seed), *places)
-    launch(_encode, (bits, layout, seed is not None), (core, buffer), numbers, constants, numel, block_size)
-    return True
+    return launch.encode(_encode, bits, constants, core, buffer, block_size, scales_offset, seed)
 
 
 def decode(bits: int, buffer: Tensor, out: Tensor, block_size: int, scales_offset: int) -> bool:
-    found = layout_of(out, block_size)
-    if found is None:
-        return False
-    layout, places = found
-    numel = out.numel()
-
     def constants() -> tuple[object, ...]:
-        return bits, native_bf16(out.device), layout
+        return (bits,)
 
-    launch(_decode, (bits, layout), (buffer, out), (numel, scales_offset, *places), constants, numel, block_size)
-    return True
+    return launch.decode(_decode, bits, constants, buffer, out, block_size, scales_offset)

@@ -11,11 +11,64 @@ from torch import Tensor
 
 from fp8hooks.kernels import common
 
+#: Gives a kernel's constants.
+Constants = Callable[[], tuple[Any, ...]]
+
 # Compiled kernels by what they were compiled for.
 _compiled: dict[Any, Any] = {}
 
 
-def signed(seed: int | None) -> int:
+def encode(
+    kernel: Any,
+    key: Any,
+    constants: Constants,
+    core: Tensor,
+    buffer: Tensor,
+    block_size: int,
+    scales_offset: int,
+    seed: int | None,
+) -> bool:
+    """Run a family's encoder, whose constants end with STOCHASTIC and LAYOUT; False if the core can't be reached.
+
+    Args:
+        key: what `constants`, its first constants, depend on beside the core's dtype.
+    """
+    found = layout_of(core, block_size)
+    if found is None:
+        return False
+    layout, places = found
+    stochastic, numel = seed is not None, core.numel()
+    numbers = (numel, scales_offset, _signed(seed), *places)
+    start(
+        kernel,
+        (key, layout, stochastic),
+        (core, buffer),
+        numbers,
+        lambda: (*constants(), stochastic, layout),
+        numel,
+        block_size,
+    )
+    return True
+
+
+def decode(
+    kernel: Any, key: Any, constants: Constants, buffer: Tensor, out: Tensor, block_size: int, scales_offset: int
+) -> bool:
+    """As `encode`, for a decoder, whose constants end with NATIVE_BF16 and LAYOUT."""
+    found = layout_of(out, block_size)
+    if found is None:
+        return False
+    layout, places = found
+    numel = out.numel()
+
+    def all_constants() -> tuple[Any, ...]:
+        return *constants(), common.native_bf16(out.device), layout
+
+    start(kernel, (key, layout), (buffer, out), (numel, scales_offset, *places), all_constants, numel, block_size)
+    return True
+
+
+def _signed(seed: int | None) -> int:
     """A 64-bit seed as the kernels' signed number; 0 for none."""
     return 0 if seed is None else (seed ^ (1 << 63)) - (1 << 63)
 
@@ -42,12 +95,12 @@ def layout_of(core: Tensor, block_size: int) -> tuple[int, tuple[int, int, int, 
     return layout, (run, core.shape[1], core.stride(1), core.stride(0))
 
 
-def launch(
+def start(
     kernel: Any,
-    key: tuple[Any, ...],
+    key: Any,
     tensors: tuple[Tensor, Tensor],
     numbers: tuple[int, ...],
-    constants: Callable[[], tuple[Any, ...]],
+    constants: Constants,
     numel: int,
     block_size: int,
 ) -> None:

@@ -10,12 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8hooks.codecs.minifloat import Format
+from fp8hooks.kernels import launch
 from fp8hooks.kernels.common import (
     NUMBERS,
     all_at_most,
     as_floats,
     locate,
-    native_bf16,
     native_fp8,
     noise,
     places,
@@ -23,7 +23,6 @@ from fp8hooks.kernels.common import (
     row_max,
     with_sign,
 )
-from fp8hooks.kernels.launch import launch, layout_of, signed
 
 
 @triton.jit
@@ -208,36 +207,22 @@ def encode(
     native: bool | None = None,
 ) -> bool:
     """`native` forces (or forbids) the hardware's FP8 conversion; the bytes are the same."""
-    found = layout_of(core, block_size)
-    if found is None:
-        return False
-    layout, places = found
-    native = native_fp8(core.device) if native is None else native
-    numel = core.numel()
+    chosen = native_fp8(core.device) if native is None else native
 
     def constants() -> tuple[object, ...]:
-        return *_encode_constants(form, core.dtype), native, seed is not None, layout
+        return *_encode_constants(form, core.dtype), chosen
 
-    numbers = (numel, scales_offset, signed(seed), *places)
-    key = (form.mantissa, native, layout, seed is not None)
-    launch(_encode, key, (core, buffer), numbers, constants, numel, block_size)
-    return True
+    key = (form.mantissa, chosen)
+    return launch.encode(_encode, key, constants, core, buffer, block_size, scales_offset, seed)
 
 
 def decode(
     form: Format, buffer: Tensor, out: Tensor, block_size: int, scales_offset: int, native: bool | None = None
 ) -> bool:
     """As `encode`, the other way."""
-    found = layout_of(out, block_size)
-    if found is None:
-        return False
-    layout, places = found
-    native = native_fp8(out.device) if native is None else native
-    numel = out.numel()
+    chosen = native_fp8(out.device) if native is None else native
 
     def constants() -> tuple[object, ...]:
-        return form.mantissa, form.bias, form.infinity, native, native_bf16(out.device), layout
+        return form.mantissa, form.bias, form.infinity, chosen
 
-    key = (form.mantissa, native, layout)
-    launch(_decode, key, (buffer, out), (numel, scales_offset, *places), constants, numel, block_size)
-    return True
+    return launch.decode(_decode, (form.mantissa, chosen), constants, buffer, out, block_size, scales_offset)

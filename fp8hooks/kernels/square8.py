@@ -8,20 +8,19 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8hooks.codecs import square8
+from fp8hooks.kernels import launch
 from fp8hooks.kernels.common import (
     NUMBERS,
     all_at_most,
     as_floats,
     bf16_bits_up,
     locate,
-    native_bf16,
     places,
     rounded,
     row_max,
     uniform,
     with_sign,
 )
-from fp8hooks.kernels.launch import launch, layout_of, signed
 
 
 @triton.jit
@@ -141,30 +140,16 @@ def _decode(
 
 
 def encode(core: Tensor, buffer: Tensor, block_size: int, scales_offset: int, seed: int | None) -> bool:
-    found = layout_of(core, block_size)
-    if found is None:
-        return False
-    layout, places = found
-    dtype, numel = core.dtype, core.numel()
-
     def constants() -> tuple[object, ...]:
-        top = float(torch.tensor(square8.MOST_R[dtype] << 16, dtype=torch.int32).view(torch.float32))
-        return square8.LEAST_R, square8.MOST_R[dtype], top, seed is not None, layout
+        most = square8.MOST_R[core.dtype]
+        top = float(torch.tensor(most << 16, dtype=torch.int32).view(torch.float32))
+        return square8.LEAST_R, most, top
 
-    numbers = (numel, scales_offset, signed(seed), *places)
-    launch(_encode, (layout, seed is not None), (core, buffer), numbers, constants, numel, block_size)
-    return True
+    return launch.encode(_encode, None, constants, core, buffer, block_size, scales_offset, seed)
 
 
 def decode(buffer: Tensor, out: Tensor, block_size: int, scales_offset: int) -> bool:
-    found = layout_of(out, block_size)
-    if found is None:
-        return False
-    layout, places = found
-    numel = out.numel()
-
     def constants() -> tuple[object, ...]:
-        return square8.UNIT, square8.LEAST[out.dtype], native_bf16(out.device), layout
+        return square8.UNIT, square8.LEAST[out.dtype]
 
-    launch(_decode, (layout,), (buffer, out), (numel, scales_offset, *places), constants, numel, block_size)
-    return True
+    return launch.decode(_decode, None, constants, buffer, out, block_size, scales_offset)
