@@ -34,13 +34,25 @@ class _SiteState:
 
 
 class _Signs:
-    """A save of nothing but signs, until another site saves the same memory whole."""
+    """Saves of nothing but the signs of the same memory, until another site saves it whole.
+
+    Attributes:
+        save, row, charge: of the first of them.
+    """
 
     def __init__(self, packed: Packed, save: Save, row: list[int], charge: int) -> None:
-        self.packed = weakref.ref(packed)
+        self._handles = [weakref.ref(packed)]
         self.save = save
         self.row = row
         self.charge = charge
+
+    def alive(self) -> list[Packed]:
+        """Those that the graph still holds."""
+        handles = (handle() for handle in self._handles)
+        return [packed for packed in handles if packed is not None]
+
+    def add(self, packed: Packed) -> None:
+        self._handles.append(weakref.ref(packed))
 
 
 class Packer:
@@ -111,7 +123,10 @@ class Packer:
         shared = self._share(memory, state, tensor.dtype)
         if shared is not None:
             self._record(state.site, shared.codec.name, charge, 0)
-            return Packed(shared, shape)
+            packed = Packed(shared, shape)
+            if shared.codec.name == codecs.SIGNS:
+                self._signs[memory].add(packed)
+            return packed
         limit = roles.limit_of(op, call)
         return self._save_packed(tensor, memory, state, address, charge, shape, limit)
 
@@ -119,6 +134,8 @@ class Packer:
         """The payload of the same memory, if another save made one that serves here too."""
         known = self._payloads.get(memory)
         payload = None if known is None else known()
+        if payload is None and state.signs_suffice and memory in self._signs:
+            payload = next((packed.payload for packed in self._signs[memory].alive()), None)
         if payload is None:
             return None
         if state.signs_suffice or self._policy.accepts(state.site, dtype, payload.codec.name):
@@ -136,8 +153,8 @@ class Packer:
         limit: int | None,
     ) -> Exact | Packed:
         signs = self._signs.pop(memory, None)
-        earlier = None if signs is None else signs.packed()
-        if signs is None or earlier is None:
+        earlier = [] if signs is None else signs.alive()
+        if signs is None or not earlier:
             # Whole memory that a save of signs stands for already is numbered as that one.
             save = self.recorder.next_save(state.site)
             if self._plan is not None and save in self._plan.exact:
@@ -151,7 +168,7 @@ class Packer:
         self._compressed.setdefault(address, (state.site.op, tensor.untyped_storage().nbytes()))
         self._ledger.watch(payload)
         row = self._record(state.site, codec.name, charge, payload.nbytes, payload.numel)
-        if signs is not None and earlier is not None:
+        if signs is not None and earlier:
             row[1] += self._replace(signs, earlier, payload)
         elif self._plan is None:
             self.recorder.compressed(save, charge, payload.nbytes)
@@ -161,12 +178,13 @@ class Packer:
             self._payloads[memory] = weakref.ref(payload)
         return packed
 
-    def _replace(self, signs: _Signs, earlier: Packed, payload: Payload) -> int:
-        """Let a save of signs use the whole payload of the same memory; the bytes that it was charged for that."""
+    def _replace(self, signs: _Signs, earlier: list[Packed], payload: Payload) -> int:
+        """Let saves of signs use the whole payload of the same memory; the bytes that they were charged for that."""
         signs.row[1] -= signs.charge
-        signs.row[2] -= earlier.payload.nbytes
-        signs.row[3] -= earlier.payload.numel
-        earlier.payload = payload
+        signs.row[2] -= earlier[0].payload.nbytes
+        signs.row[3] -= earlier[0].payload.numel
+        for packed in earlier:
+            packed.payload = payload
         self.recorder.recompressed(signs.save, payload.nbytes)
         return signs.charge
 

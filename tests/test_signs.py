@@ -163,3 +163,36 @@ def test_second_derivatives_and_retained_graphs() -> None:
     again = torch.autograd.grad(first.sum(), x)[0]
     assert torch.equal(second, again)
     assert torch.equal(second, 2.0 * (x > 0))
+
+
+def test_two_who_need_signs_share_them_and_both_give_way() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    layer = nn.Linear(64, 64)
+    session = fp8hooks.compress()
+    with session:
+        h = F.relu(x * 1)
+        y = F.leaky_relu(h)
+        assert session.held_bytes == N // 8
+        z = layer(h)
+        assert session.held_bytes == session.stats.by_codec["square8"].stored_bytes == session.stats.stored_bytes
+    (y.sum() + z.sum()).backward()
+    got = x.grad.clone()
+    x.grad = None
+    h = F.relu(x * 1)
+    (F.leaky_relu(h).sum() + layer(h).sum()).backward()
+    assert torch.equal(got, x.grad)
+    assert session.held_bytes == 0
+    assert session.stats.original_bytes == N * 4
+
+
+def test_the_second_who_needs_signs_keeps_them_when_the_first_is_gone() -> None:
+    session = fp8hooks.compress()
+    with session:
+        h = torch.relu_(torch.randn(64, 64, requires_grad=True) * 1)
+        y = F.leaky_relu(h.detach().requires_grad_() * 1)
+        keep = [F.leaky_relu(h), y]
+        del h
+        keep.append(keep[0].sin())
+    assert len(keep) == 3
+    for result in keep:
+        result.sum().backward(retain_graph=True)
