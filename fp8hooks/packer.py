@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fp8hooks import callsite, codecs, identity, roles
 from fp8hooks.callsite import Call, Op
-from fp8hooks.codecs import Payload, philox
+from fp8hooks.codecs import Codec, Payload, philox
 from fp8hooks.config import CompressConfig
 from fp8hooks.identity import Geometry
 from fp8hooks.integrations import distributed
@@ -25,9 +25,9 @@ class _SiteState:
 
     __slots__ = ("codec", "exact", "min_numel", "signs_suffice", "site")
 
-    def __init__(self, site: Site, codec: str, min_numel: int, signs_suffice: bool) -> None:
+    def __init__(self, site: Site, codec: Codec | None, min_numel: int, signs_suffice: bool) -> None:
         self.site = site
-        self.codec = codec
+        self.codec = codec  # None: what is saved here stays exact
         self.min_numel = min_numel
         self.signs_suffice = signs_suffice
         self.exact: list[int] | None = None  # its row, once something was kept exact
@@ -40,7 +40,7 @@ class _Signs:
         save, row, charge: of the first of them.
     """
 
-    def __init__(self, packed: Packed, save: Save, row: list[int], charge: int) -> None:
+    def __init__(self, packed: Packed, save: Save | None, row: list[int], charge: int) -> None:
         self._handles = [weakref.ref(packed)]
         self.save = save
         self.row = row
@@ -69,7 +69,8 @@ class Packer:
         self._block_size = config.block_size
         self._min_numel = max(1, config.min_numel)
         self._plan = plan
-        self.recorder = Recorder()
+        # Only the knob asks what a step saved.
+        self.recorder = None if config.memory_savings is None else Recorder()
         self._storages = identity.Storages()
         # Storage addresses: charged to a site, kept exact, and compressed (with the op, and the bytes).
         self._charged: set[int] = set()
@@ -113,7 +114,8 @@ class Packer:
             self._charged.add(address)
             charge = storage.nbytes()
         # Memory that is kept exact already costs nothing more.
-        if state.codec == codecs.EXACT or address in self._exact or tensor.numel() < state.min_numel:
+        codec = state.codec
+        if codec is None or address in self._exact or tensor.numel() < state.min_numel:
             return self._save_exact(tensor, state, address, charge)
         shape = identity.geometry(tensor.shape, tensor.stride())
         if shape is None or shape.numel < state.min_numel or tensor.is_neg():
@@ -127,8 +129,8 @@ class Packer:
             if shared.codec.name == codecs.SIGNS:
                 self._signs[memory].add(packed)
             return packed
-        limit = roles.limit_of(op, call)
-        return self._save_packed(tensor, memory, state, address, charge, shape, limit)
+        limit = roles.limit_of(op, call) if codec.name == "narrow" else None
+        return self._save_packed(tensor, memory, state, codec, address, charge, shape, limit)
 
     def _share(self, memory: Any, state: _SiteState, dtype: torch.dtype) -> Payload | None:
         """The payload of the same memory, if another save made one that serves here too."""
@@ -147,6 +149,7 @@ class Packer:
         tensor: Tensor,
         memory: Any,
         state: _SiteState,
+        codec: Codec,
         address: int,
         charge: int,
         shape: Geometry,
@@ -154,28 +157,28 @@ class Packer:
     ) -> Exact | Packed:
         signs = self._signs.pop(memory, None)
         earlier = [] if signs is None else signs.alive()
-        if signs is None or not earlier:
-            # Whole memory that a save of signs stands for already is numbered as that one.
+        save = None
+        # Whole memory that a save of signs stands for already is numbered as that one.
+        if self.recorder is not None and not earlier:
             save = self.recorder.next_save(state.site)
             if self._plan is not None and save in self._plan.exact:
                 return self._save_exact(tensor, state, address, charge)
-        codec = codecs.get(codecs.SIGNS if state.signs_suffice else state.codec, self._block_size)
         core = identity.core_of(tensor, shape)
         payload = codec.encode(core, limit, None if self._keys is None else self._keys.next())
         if payload is None:
             return self._save_exact(tensor, state, address, charge)
         packed = Packed(payload, shape)
         self._compressed.setdefault(address, (state.site.op, tensor.untyped_storage().nbytes()))
-        self._ledger.watch(payload)
+        reference = self._ledger.watch(payload)
         row = self._record(state.site, codec.name, charge, payload.nbytes, payload.numel)
         if signs is not None and earlier:
             row[1] += self._replace(signs, earlier, payload)
-        elif self._plan is None:
+        elif self.recorder is not None and save is not None and self._plan is None:
             self.recorder.compressed(save, charge, payload.nbytes)
         if state.signs_suffice:
             self._signs[memory] = _Signs(packed, save, row, charge)
         else:
-            self._payloads[memory] = weakref.ref(payload)
+            self._payloads[memory] = reference
         return packed
 
     def _replace(self, signs: _Signs, earlier: list[Packed], payload: Payload) -> int:
@@ -185,7 +188,8 @@ class Packer:
         signs.row[3] -= earlier[0].payload.numel
         for packed in earlier:
             packed.payload = payload
-        self.recorder.recompressed(signs.save, payload.nbytes)
+        if self.recorder is not None:
+            self.recorder.recompressed(signs.save, payload.nbytes)
         return signs.charge
 
     def _save_exact(self, tensor: Tensor, state: _SiteState, address: int, charge: int) -> Exact:
@@ -198,7 +202,8 @@ class Packer:
             self._exact.add(address)
             stored = charge or tensor.untyped_storage().nbytes()
             row[2] += stored
-            self.recorder.exact(stored)
+            if self.recorder is not None:
+                self.recorder.exact(stored)
         return _keep_exact(tensor, state.site)
 
     def _keep_whole(self, tensor: Tensor, site: Site) -> Exact:
@@ -221,7 +226,9 @@ class Packer:
         least = max(self._min_numel, policy.least_numel(site, dtype))
         # Of what runs inside another function the name is all that is known.
         signs_suffice = not inner and policy.signs_suffice(site, dtype)
-        state = _SiteState(site, policy.codec(site, dtype), least, signs_suffice)
+        name = codecs.SIGNS if signs_suffice else policy.codec(site, dtype)
+        codec = None if name == codecs.EXACT else codecs.get(name, self._block_size)
+        state = _SiteState(site, codec, least, signs_suffice)
         self._sites[key] = state
         return state
 

@@ -45,9 +45,9 @@ class Recorder:
     def compressed(self, save: Save, original_bytes: int, stored_bytes: int) -> None:
         self._saves[save] = (original_bytes, stored_bytes)
 
-    def recompressed(self, save: Save, stored_bytes: int) -> None:
+    def recompressed(self, save: Save | None, stored_bytes: int) -> None:
         """A save that was compressed is stored otherwise now, by its whole memory."""
-        if save in self._saves:
+        if save is not None and save in self._saves:
             self._saves[save] = (self._saves[save][0], stored_bytes)
 
     def exact(self, nbytes: int) -> None:

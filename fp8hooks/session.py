@@ -133,8 +133,9 @@ class Session:
         asked = self.config.memory_savings
         if asked is None:
             return
-        if self._plan is None and not context.packer.recorder.empty:
-            self._plan = context.packer.recorder.plan(asked)
+        recorder = context.packer.recorder
+        if self._plan is None and recorder is not None and not recorder.empty:
+            self._plan = recorder.plan(asked)
         if self._plan is not None and self._plan.reached < asked:
             self._ledger.note(
                 f"memory_savings={asked:g} can't be reached: "

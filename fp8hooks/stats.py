@@ -107,12 +107,12 @@ class Ledger:
 
     Each context writes into rows of its own; they are added up when somebody asks. Payloads are watched through weak
     references, never held. The callbacks of those run whenever a graph dies, in the middle of anything, so all they
-    do is one atomic operation on a set, without a lock.
+    do is one atomic operation on a dictionary, without a lock.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._live: set[_Watch] = set()
+        self._live: dict[weakref.ref[Payload], int] = {}
         self.steps = 0
         self._forget()
 
@@ -153,14 +153,16 @@ class Ledger:
         if text not in self._notes:
             self._notes.append(text)
 
-    def watch(self, payload: Payload) -> None:
-        """Count a payload among what is held, for as long as it lives."""
-        self._live.add(_Watch(payload, self._live))
+    def watch(self, payload: Payload) -> weakref.ref[Payload]:
+        """Count a payload among what is held, for as long as it lives; a weak reference to it."""
+        reference = weakref.ref(payload, self._live.pop)
+        self._live[reference] = payload.nbytes
+        return reference
 
     @property
     def held_bytes(self) -> int:
         """Bytes of all payloads alive now, of this step and of earlier ones."""
-        return sum(watch.nbytes for watch in self._live.copy())
+        return sum(self._live.copy().values())
 
     def stats(self) -> Stats:
         """The sums of this step so far."""
@@ -182,20 +184,3 @@ class Ledger:
                 ):
                     bucket.add(*row)
         return stats
-
-
-class _Watch(weakref.ref):
-    __slots__ = ("nbytes",)
-
-    def __new__(cls, payload: Payload, live: set[_Watch]) -> _Watch:
-        return super().__new__(cls, payload, live.discard)
-
-    def __init__(self, payload: Payload, live: set[_Watch]) -> None:
-        super().__init__(payload, live.discard)  # type: ignore[call-arg]
-        self.nbytes = payload.nbytes
-
-    # By identity: two payloads are never the same thing, and a dead reference must still be found.
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
