@@ -11,7 +11,7 @@ from rich.console import Console
 
 import fp8hooks
 from fp8hooks import audit_command
-from fp8hooks.bench import convergence, host, kernels, numerics
+from fp8hooks.bench import convergence, host, kernels, numerics, step
 from fp8hooks.demo import main as demo
 
 
@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add(bench, "convergence", "where training ends", convergence.add_arguments, convergence.run)
     _add(bench, "kernels", "the speed of encoding and decoding", kernels.add_arguments, kernels.run)
     _add(bench, "host", "what a save costs the host", host.add_arguments, host.run)
+    _add(bench, "step", "time and memory of a whole step", step.add_arguments, step.run)
     options = parser.parse_args(arguments)
     try:
         options.run(options, Console())

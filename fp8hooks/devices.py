@@ -20,3 +20,8 @@ def find_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device: {name!r} given, cpu or cuda allowed")
     return device
+
+
+def name_of(device: torch.device) -> str:
+    """What a table calls a device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"

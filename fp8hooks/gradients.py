@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -68,23 +68,28 @@ def compare(got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> list[Para
     return [_compare(name, got.get(name), want) for name, want in exact.items()]
 
 
-def _compare(name: str, got: Tensor | None, want: Tensor) -> ParameterError:
-    a = want.double().flatten()
-    b = torch.zeros_like(a) if got is None else got.double().flatten()
-    norm, other, difference = float(a.norm()), float(b.norm()), float((b - a).norm())
-    if norm == 0:
-        return ParameterError(name, other, float(other == 0), 0.0)
-    cosine = float(a @ b) / (norm * other) if other else 0.0
-    return ParameterError(name, difference / norm, cosine, norm)
-
-
 def overall(got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> ParameterError:
     """The error of all parameters taken as one vector."""
-    names = list(exact)
-    missing = {name: torch.zeros_like(exact[name]) for name in names if name not in got}
-    merged = {**got, **missing}
-    return _compare("all", _flat(merged[name] for name in names), _flat(exact[name] for name in names))
+    products = torch.zeros(4, dtype=torch.float64)
+    for name, want in exact.items():
+        products += _products(got.get(name), want)
+    return _from_products("all", products)
 
 
-def _flat(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([tensor.double().flatten() for tensor in tensors])
+def _compare(name: str, got: Tensor | None, want: Tensor) -> ParameterError:
+    return _from_products(name, _products(got, want))
+
+
+def _products(got: Tensor | None, want: Tensor) -> Tensor:
+    """Squared norms of the exact gradient, the other, their difference; their scalar product."""
+    a = want.double().flatten()
+    b = torch.zeros_like(a) if got is None else got.double().flatten()
+    difference = b - a
+    return torch.stack((a @ a, b @ b, difference @ difference, a @ b)).cpu()
+
+
+def _from_products(name: str, products: Tensor) -> ParameterError:
+    norm, other, difference = products[:3].sqrt().tolist()
+    if norm == 0:
+        return ParameterError(name, other, float(other == 0), 0.0)
+    return ParameterError(name, difference / norm, float(products[3]) / (norm * other) if other else 0.0, norm)

@@ -23,6 +23,7 @@ class Geometry:
             dimensions, neighbours merged where they are evenly spaced. Views of the same memory have the same core.
         numel: elements of the core.
         span: elements from the first to the last, gaps included.
+        memory: sizes and strides of a tensor that takes up the whole span: the geometry's own if that does.
     """
 
     sizes: tuple[int, ...]
@@ -30,11 +31,17 @@ class Geometry:
     core: tuple[tuple[int, int], ...]
     numel: int
     span: int
+    memory: tuple[tuple[int, ...], tuple[int, ...]]
 
     @property
     def dense(self) -> bool:
         """No gaps: the core is one run of memory."""
         return self.span == self.numel
+
+    @property
+    def whole(self) -> bool:
+        """No gaps, and nothing expanded."""
+        return self.memory[0] is self.sizes
 
 
 @functools.lru_cache(maxsize=8192)
@@ -57,7 +64,8 @@ def geometry(sizes: tuple[int, ...], strides: tuple[int, ...]) -> Geometry | Non
     numel = 1
     for size, _ in core:
         numel *= size
-    return Geometry(sizes, strides, core, numel, span)
+    whole = span == numel and all(stride != 0 or size == 1 for size, stride in zip(sizes, strides, strict=True))
+    return Geometry(sizes, strides, core, numel, span, (sizes, strides) if whole else ((span,), (1,)))
 
 
 def core_of(tensor: Tensor, shape: Geometry) -> Tensor:
@@ -74,8 +82,13 @@ def like(shape: Geometry, dtype: torch.dtype, device: torch.device) -> tuple[Ten
 
     What lies in the core's gaps belonged to other tensors; nobody reads it here.
     """
-    memory = torch.empty(shape.span, dtype=dtype, device=device)
-    return memory.as_strided(shape.sizes, shape.strides), core_of(memory, shape)
+    memory = torch.empty_strided(*shape.memory, dtype=dtype, device=device)
+    return view_as(memory, shape), core_of(memory, shape)
+
+
+def view_as(memory: Tensor, shape: Geometry) -> Tensor:
+    """The tensor of the geometry's sizes and strides over new memory of its `memory`."""
+    return memory if shape.whole else memory.as_strided(shape.sizes, shape.strides)
 
 
 class Storages:

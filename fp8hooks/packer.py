@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fp8hooks import callsite, codecs, identity, roles
 from fp8hooks.callsite import Call, Op
-from fp8hooks.codecs import Codec, Payload, philox
+from fp8hooks.codecs import Codec, Coder, Payload, philox
 from fp8hooks.config import CompressConfig
 from fp8hooks.identity import Geometry
 from fp8hooks.integrations import distributed
@@ -20,17 +20,62 @@ from fp8hooks.saved import Exact, Packed, Saved, Site, Wrapped
 from fp8hooks.stats import Ledger
 
 
-class _SiteState:
-    """What a packer knows of a site and dtype, so that the next save there need not ask again."""
+class Recipe:
+    """What to do with the saves at one site of tensors of one dtype and geometry on one device.
 
-    __slots__ = ("codec", "exact", "min_numel", "signs_suffice", "site")
+    Attributes:
+        site: who saves, and as what.
+        codec: None: what is saved here stays exact.
+        shape: the geometry; never None where there is a codec.
+        coder: the short way to encode, once known.
+        signs_suffice: see `Policy.signs_suffice`.
+        exact_row, row: keys of the ledger's rows, for what stays exact and for what does not.
+    """
 
-    def __init__(self, site: Site, codec: Codec | None, min_numel: int, signs_suffice: bool) -> None:
+    __slots__ = ("codec", "coder", "exact_row", "row", "shape", "signs_suffice", "site")
+
+    def __init__(self, site: Site, codec: Codec | None, shape: Geometry | None, signs_suffice: bool) -> None:
         self.site = site
-        self.codec = codec  # None: what is saved here stays exact
-        self.min_numel = min_numel
+        self.codec = codec
+        self.shape = shape
         self.signs_suffice = signs_suffice
-        self.exact: list[int] | None = None  # its row, once something was kept exact
+        self.coder: Coder | None = None
+        self.exact_row = (site, codecs.EXACT)
+        self.row = self.exact_row if codec is None else (site, codec.name)
+
+
+class Recipes:
+    """The recipes of a session, from step to step."""
+
+    # Shapes that never come again must not fill the memory.
+    _MOST = 1 << 16
+
+    def __init__(self, policy: Policy, config: CompressConfig) -> None:
+        self._policy = policy
+        self._block_size = config.block_size
+        self._min_numel = max(1, config.min_numel)
+        self._known: dict[tuple[Any, ...], Recipe] = {}
+
+    def of(self, tensor: Tensor, op: Op, role: str, module: str) -> Recipe:
+        """The recipe for a plain tensor that `op` saves as `role` in `module`."""
+        key = (module, op, role, tensor.dtype, tensor.get_device(), tensor.shape, tensor.stride())
+        return self._known.get(key) or self._new(key, tensor, op)
+
+    def _new(self, key: tuple[Any, ...], tensor: Tensor, op: Op) -> Recipe:
+        site, dtype, policy = Site(key[0], op.name, key[2]), tensor.dtype, self._policy
+        # Of what runs inside another function the name is all that is known.
+        signs_suffice = not op.inner and policy.signs_suffice(site, dtype)
+        name = codecs.SIGNS if signs_suffice else policy.codec(site, dtype)
+        shape = identity.geometry(tensor.shape, tensor.stride())
+        codec = None
+        if name != codecs.EXACT and shape is not None:
+            least = max(self._min_numel, policy.least_numel(site, dtype))
+            codec = codecs.get(name, self._block_size) if shape.numel >= least else None
+        recipe = Recipe(site, codec, shape, signs_suffice)
+        if len(self._known) >= self._MOST:
+            self._known.clear()
+        self._known[key] = recipe
+        return recipe
 
 
 class _Signs:
@@ -61,13 +106,13 @@ class Packer:
     It holds weakly whatever belongs to the graph, and lets go of that too when it is closed.
     """
 
-    def __init__(self, policy: Policy, ledger: Ledger, config: CompressConfig, plan: Plan | None) -> None:
+    def __init__(
+        self, policy: Policy, recipes: Recipes, ledger: Ledger, config: CompressConfig, plan: Plan | None
+    ) -> None:
         self._policy = policy
+        self._recipes = recipes
         self._ledger = ledger
         self._rows = ledger.rows()
-        self._sites: dict[tuple[str, str, str, torch.dtype, bool], _SiteState] = {}
-        self._block_size = config.block_size
-        self._min_numel = max(1, config.min_numel)
         self._plan = plan
         # Only the knob asks what a step saved.
         self.recorder = None if config.memory_savings is None else Recorder()
@@ -102,84 +147,89 @@ class Packer:
 
     def _save(self, tensor: Tensor, op: Op, call: Call | None, module: str) -> Exact | Packed:
         role = roles.role_of(tensor, op, call)
-        key = (module, op.name, role, tensor.dtype, op.inner)
-        state = self._sites.get(key) or self._new_site(key)
+        recipe = self._recipes.of(tensor, op, role, module)
         storage = tensor.untyped_storage()
         address = self._storages.address(storage)
         if role == "weight" or callsite.is_buffer(address):
             self._ledger.record_weight(address, storage.nbytes())
-            return _keep_exact(tensor, state.site)
+            return _keep_exact(tensor, recipe.site)
         charge = 0
         if address not in self._charged:
             self._charged.add(address)
             charge = storage.nbytes()
+        shape = recipe.shape
         # Memory that is kept exact already costs nothing more.
-        codec = state.codec
-        if codec is None or address in self._exact or tensor.numel() < state.min_numel:
-            return self._save_exact(tensor, state, address, charge)
-        shape = identity.geometry(tensor.shape, tensor.stride())
-        if shape is None or shape.numel < state.min_numel or tensor.is_neg():
-            return self._save_exact(tensor, state, address, charge)
+        if recipe.codec is None or shape is None or address in self._exact or tensor.is_neg():
+            return self._save_exact(tensor, recipe, address, charge)
         # The pointer too, since a storage may be resized, and so move, without a new version.
         memory = (address, tensor.data_ptr(), shape.core, tensor.dtype, tensor._version)
-        shared = self._share(memory, state, tensor.dtype)
-        if shared is not None:
-            self._record(state.site, shared.codec.name, charge, 0)
-            packed = Packed(shared, shape)
-            if shared.codec.name == codecs.SIGNS:
-                self._signs[memory].add(packed)
-            return packed
-        limit = roles.limit_of(op, call) if codec.name == "narrow" else None
-        return self._save_packed(tensor, memory, state, codec, address, charge, shape, limit)
+        if memory in self._payloads or recipe.signs_suffice:
+            shared = self._share(memory, recipe, tensor.dtype)
+            if shared is not None:
+                self._record((recipe.site, shared.codec.name), charge, 0)
+                packed = Packed(shared, shape)
+                if shared.codec.name == codecs.SIGNS:
+                    self._signs[memory].add(packed)
+                return packed
+        limit = roles.limit_of(op, call) if recipe.codec.name == "narrow" else None
+        return self._save_packed(tensor, memory, recipe, charge, limit)
 
-    def _share(self, memory: Any, state: _SiteState, dtype: torch.dtype) -> Payload | None:
+    def _share(self, memory: Any, recipe: Recipe, dtype: torch.dtype) -> Payload | None:
         """The payload of the same memory, if another save made one that serves here too."""
         known = self._payloads.get(memory)
         payload = None if known is None else known()
-        if payload is None and state.signs_suffice and memory in self._signs:
+        if payload is None and recipe.signs_suffice and memory in self._signs:
             payload = next((packed.payload for packed in self._signs[memory].alive()), None)
         if payload is None:
             return None
-        if state.signs_suffice or self._policy.accepts(state.site, dtype, payload.codec.name):
+        if recipe.signs_suffice or self._policy.accepts(recipe.site, dtype, payload.codec.name):
             return payload
         return None
 
     def _save_packed(
-        self,
-        tensor: Tensor,
-        memory: Any,
-        state: _SiteState,
-        codec: Codec,
-        address: int,
-        charge: int,
-        shape: Geometry,
-        limit: int | None,
+        self, tensor: Tensor, memory: Any, recipe: Recipe, charge: int, limit: int | None
     ) -> Exact | Packed:
-        signs = self._signs.pop(memory, None)
+        address = memory[0]
+        signs = self._signs.pop(memory, None) if self._signs else None
         earlier = [] if signs is None else signs.alive()
         save = None
         # Whole memory that a save of signs stands for already is numbered as that one.
         if self.recorder is not None and not earlier:
-            save = self.recorder.next_save(state.site)
+            save = self.recorder.next_save(recipe.site)
             if self._plan is not None and save in self._plan.exact:
-                return self._save_exact(tensor, state, address, charge)
-        core = identity.core_of(tensor, shape)
-        payload = codec.encode(core, limit, None if self._keys is None else self._keys.next())
+                return self._save_exact(tensor, recipe, address, charge)
+        payload = self._encode(tensor, memory[1], recipe, limit)
         if payload is None:
-            return self._save_exact(tensor, state, address, charge)
-        packed = Packed(payload, shape)
-        self._compressed.setdefault(address, (state.site.op, tensor.untyped_storage().nbytes()))
+            return self._save_exact(tensor, recipe, address, charge)
+        assert recipe.shape is not None
+        packed = Packed(payload, recipe.shape)
+        if charge:
+            self._compressed[address] = (recipe.site.op, charge)
         reference = self._ledger.watch(payload)
-        row = self._record(state.site, codec.name, charge, payload.nbytes, payload.numel)
+        row = self._record(recipe.row, charge, payload.nbytes, payload.numel)
         if signs is not None and earlier:
             row[1] += self._replace(signs, earlier, payload)
         elif self.recorder is not None and save is not None and self._plan is None:
             self.recorder.compressed(save, charge, payload.nbytes)
-        if state.signs_suffice:
+        if recipe.signs_suffice:
             self._signs[memory] = _Signs(packed, save, row, charge)
         else:
             self._payloads[memory] = reference
         return packed
+
+    def _encode(self, tensor: Tensor, pointer: int, recipe: Recipe, limit: int | None) -> Payload | None:
+        coder = recipe.coder
+        if coder is not None:
+            payload = coder.encode(pointer)
+            if payload is not None:
+                return payload
+        assert recipe.codec is not None
+        assert recipe.shape is not None
+        core = identity.core_of(tensor, recipe.shape)
+        payload = recipe.codec.encode(core, limit, None if self._keys is None else self._keys.next())
+        if payload is not None:
+            recipe.coder = payload.coder
+        return payload
 
     def _replace(self, signs: _Signs, earlier: list[Packed], payload: Payload) -> int:
         """Let saves of signs use the whole payload of the same memory; the bytes that they were charged for that."""
@@ -192,19 +242,15 @@ class Packer:
             self.recorder.recompressed(signs.save, payload.nbytes)
         return signs.charge
 
-    def _save_exact(self, tensor: Tensor, state: _SiteState, address: int, charge: int) -> Exact:
-        row = state.exact
-        if row is None:
-            row = state.exact = self._row(state.site, codecs.EXACT)
-        row[0] += 1
-        row[1] += charge
+    def _save_exact(self, tensor: Tensor, recipe: Recipe, address: int, charge: int) -> Exact:
+        stored = 0
         if address not in self._exact:
             self._exact.add(address)
             stored = charge or tensor.untyped_storage().nbytes()
-            row[2] += stored
             if self.recorder is not None:
                 self.recorder.exact(stored)
-        return _keep_exact(tensor, state.site)
+        self._record(recipe.exact_row, charge, stored)
+        return _keep_exact(tensor, recipe.site)
 
     def _keep_whole(self, tensor: Tensor, site: Site) -> Exact:
         """Keep a tensor that is not plain and dense (a subclass, sparse, nested, ...) without looking into it."""
@@ -216,30 +262,13 @@ class Packer:
         if roles.weight_like(tensor):
             site = site._replace(role="weight")
         else:
-            self._record(site, codecs.EXACT, nbytes, nbytes)
+            self._record((site, codecs.EXACT), nbytes, nbytes)
         return _keep_exact(tensor, site)
 
-    def _new_site(self, key: tuple[str, str, str, torch.dtype, bool]) -> _SiteState:
-        module, op, role, dtype, inner = key
-        site = Site(module, op, role)
-        policy = self._policy
-        least = max(self._min_numel, policy.least_numel(site, dtype))
-        # Of what runs inside another function the name is all that is known.
-        signs_suffice = not inner and policy.signs_suffice(site, dtype)
-        name = codecs.SIGNS if signs_suffice else policy.codec(site, dtype)
-        codec = None if name == codecs.EXACT else codecs.get(name, self._block_size)
-        state = _SiteState(site, codec, least, signs_suffice)
-        self._sites[key] = state
-        return state
-
-    def _row(self, site: Site, codec: str) -> list[int]:
-        row = self._rows.get((site, codec))
+    def _record(self, key: tuple[Site, str], original_bytes: int, stored_bytes: int, elements: int = 0) -> list[int]:
+        row = self._rows.get(key)
         if row is None:
-            row = self._rows[site, codec] = [0, 0, 0, 0]
-        return row
-
-    def _record(self, site: Site, codec: str, original_bytes: int, stored_bytes: int, elements: int = 0) -> list[int]:
-        row = self._row(site, codec)
+            row = self._rows[key] = [0, 0, 0, 0]
         row[0] += 1
         row[1] += original_bytes
         row[2] += stored_bytes

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fp8hooks.codecs import Payload
-from fp8hooks.identity import Geometry, like
+from fp8hooks.identity import Geometry, like, view_as
 
 
 class Site(NamedTuple):
@@ -61,6 +61,10 @@ class Packed:
 
     def unpack(self) -> Tensor:
         payload, shape = self.payload, self.shape
+        if payload.coder is not None:
+            memory = payload.coder.decode(payload, *shape.memory)
+            if memory is not None:
+                return view_as(memory, shape)
         if shape.dense:
             return payload.decode().as_strided(shape.sizes, shape.strides)
         tensor, core = like(shape, payload.dtype, payload.buffer.device)

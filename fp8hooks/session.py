@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8hooks import callsite
 from fp8hooks.config import CompressConfig, check_fields
-from fp8hooks.packer import Packer
+from fp8hooks.packer import Packer, Recipes
 from fp8hooks.planner import Plan
 from fp8hooks.policy import Policy
 from fp8hooks.report import Report
@@ -66,6 +66,7 @@ class Session:
     def __init__(self, config: CompressConfig) -> None:
         self.config = config
         self._policy = Policy(config)
+        self._recipes = Recipes(self._policy, config)
         self._ledger = Ledger()
         self._contexts = threading.local()
         self._lock = threading.Lock()
@@ -91,7 +92,7 @@ class Session:
             if self._open == 0:
                 self._ledger.begin_step()
             self._open += 1
-        context = _Context(Packer(self._policy, self._ledger, self.config, self._plan), self._ledger)
+        context = _Context(Packer(self._policy, self._recipes, self._ledger, self.config, self._plan), self._ledger)
         try:
             context.install()
         except BaseException as error:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import fp8hooks
 from fp8hooks import codecs
-from fp8hooks.identity import geometry
+from fp8hooks.identity import core_of, geometry
 from fp8hooks.saved import Packed
 from tests import models
 
@@ -127,3 +127,42 @@ def test_kernels_run_on_the_stream_that_is_current() -> None:
         got = codec.encode(y).buffer
     stream.synchronize()
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", codecs.LOSSY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["dense", "chunk", "transposed", "odd"])
+def test_repeated_launches_give_the_same_bytes(name: str, dtype: torch.dtype, layout: str) -> None:
+    codec = codecs.get(name, 128)
+
+    def tensor() -> Tensor:
+        fused = torch.randn(4, 24, 3 * 256, device="cuda", dtype=dtype)
+        if layout == "chunk":
+            return fused.chunk(3, -1)[1]
+        if layout == "transposed":
+            return fused.unflatten(-1, (3, 2, 128))[:, :, 0].transpose(1, 2)
+        return fused if layout == "dense" else torch.randn(4, 77, device="cuda", dtype=dtype).t()
+
+    first = tensor()
+    shape = geometry(first.shape, first.stride())
+    assert shape is not None
+    coder = codec.encode(core_of(first, shape)).coder
+    assert coder is not None
+    for turn in range(3):
+        x = tensor()
+        payload = coder.encode(x.data_ptr())
+        assert payload is not None
+        want = codec.encode_reference(core_of(x, shape).reshape(-1))
+        assert torch.equal(payload.buffer, want.buffer)
+        back = Packed(payload, shape).unpack()  # the first time by the long way
+        assert back.stride() == x.stride()
+        assert back.equal(Packed(want, shape).unpack()), turn
+    # Memory that is not aligned is read otherwise.
+    assert coder.encode(first.data_ptr() + dtype.itemsize) is None
+
+
+def test_from_step_to_step_gradients_stay_the_same() -> None:
+    model, session = network(), fp8hooks.compress()
+    x = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
+    steps = [models.step(model, x, session)[1] for _ in range(4)]
+    assert all(torch.equal(a, b) for step in steps[1:] for a, b in zip(steps[0], step, strict=True))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8hooks import codecs, identity
 from fp8hooks.codecs import BlockCodec, Payload
-from fp8hooks.devices import find_device
+from fp8hooks.devices import find_device, name_of
 from fp8hooks.saved import Packed
 
 LAYOUTS = ("dense", "chunk", "transposed")
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     results = []
     for dtype, layout in track(cases, "measuring", console=console, transient=True):
         results += measure(numel, dtype, layout, options.codecs, options.repeats, device)
-    table = Table(title=f"{numel} elements on {_name(device)}, torch {torch.__version__}: of a copy's bandwidth")
+    table = Table(title=f"{numel} elements on {name_of(device)}, torch {torch.__version__}: of a copy's bandwidth")
     for column in ("codec", "dtype", "layout", "encode", "decode"):
         table.add_column(column, justify="right" if column.endswith("code") else "left")
     for encode, decode in zip(results[::2], results[1::2], strict=True):
@@ -163,7 +163,3 @@ def _on_device(graph: torch.cuda.CUDAGraph, device: torch.device) -> float:
     end.record()
     torch.cuda.synchronize(device)
     return start.elapsed_time(end) / 1e3 / _SETS
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"

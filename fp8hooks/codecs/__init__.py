@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from fp8hooks.codecs.base import FLOATS, BlockCodec, Codec, Payload
+from fp8hooks.codecs.base import FLOATS, BlockCodec, Codec, Coder, Payload
 from fp8hooks.codecs.bits import Bits, Signs
 from fp8hooks.codecs.cubic8 import Cubic8
 from fp8hooks.codecs.fp8_e3m4 import Fp8E3M4
@@ -17,7 +17,20 @@ from fp8hooks.codecs.int10 import Int10
 from fp8hooks.codecs.narrow import Narrow
 from fp8hooks.codecs.square8 import Square8
 
-__all__ = ["EXACT", "FLOATS", "LOSSLESS", "LOSSY", "NAMES", "SIGNS", "BlockCodec", "Codec", "Payload", "get", "holds"]
+__all__ = [
+    "EXACT",
+    "FLOATS",
+    "LOSSLESS",
+    "LOSSY",
+    "NAMES",
+    "SIGNS",
+    "BlockCodec",
+    "Codec",
+    "Coder",
+    "Payload",
+    "get",
+    "holds",
+]
 
 #: The name that means "keep the tensor as it is"; it has no codec object.
 EXACT = "exact"

@@ -1,7 +1,7 @@
 """Triton kernels for the block codecs: one pass over memory each way. Only this folder knows Triton.
 
-Each function here launches one kernel and returns True, or returns False where none can run (no Triton, memory that
-is strided otherwise than in runs of whole blocks), so that the caller falls back. The bytes are the same either way.
+Each function here launches one kernel, and returns False or None where none can run (no Triton, memory that is strided
+otherwise than in runs of whole blocks), so that the caller falls back. The bytes are the same either way.
 """
 
 from __future__ import annotations
@@ -9,8 +9,12 @@ from __future__ import annotations
 import functools
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from fp8hooks.kernels.launch import Launch
 
 __all__ = ["decode", "encode", "pack_bits", "unpack_bits"]
 
@@ -23,7 +27,7 @@ def encode(
     scales_offset: int,
     seed: int | None = None,
     *settings: object,
-) -> bool:
+) -> Launch | None:
     """Encode `core` (float32, bfloat16 or float16) into `buffer` (uint8, scales from `scales_offset`).
 
     Args:
@@ -32,13 +36,15 @@ def encode(
         settings: what the family needs besides: the format, for `minifloat`; the bits, for `integers`.
     """
     module = _load(family)
-    return module is not None and module.encode(*settings, core, buffer, block_size, scales_offset, seed)
+    return None if module is None else module.encode(*settings, core, buffer, block_size, scales_offset, seed)
 
 
-def decode(family: str, buffer: Tensor, out: Tensor, block_size: int, scales_offset: int, *settings: object) -> bool:
+def decode(
+    family: str, buffer: Tensor, out: Tensor, block_size: int, scales_offset: int, *settings: object
+) -> Launch | None:
     """Decode `buffer`, as `encode` writes it, into `out` (a core, of any of the three dtypes)."""
     module = _load(family)
-    return module is not None and module.decode(*settings, buffer, out, block_size, scales_offset)
+    return None if module is None else module.decode(*settings, buffer, out, block_size, scales_offset)
 
 
 def pack_bits(flat: Tensor, buffer: Tensor, signs: bool) -> bool:

@@ -18,6 +18,7 @@ from fp8hooks.kernels.common import (
     row_max,
     uniform,
 )
+from fp8hooks.kernels.launch import Launch
 
 
 @triton.jit
@@ -145,14 +146,14 @@ def _decode(
             tl.store(out_ptr + base + offsets, value, mask=columns < width)
 
 
-def encode(core: Tensor, buffer: Tensor, block_size: int, scales_offset: int, seed: int | None) -> bool:
+def encode(core: Tensor, buffer: Tensor, block_size: int, scales_offset: int, seed: int | None) -> Launch | None:
     def constants() -> tuple[object, ...]:
         return (cubic8.MIN_SCALE,)
 
     return launch.encode(_encode, None, constants, core, buffer, block_size, scales_offset, seed)
 
 
-def decode(buffer: Tensor, out: Tensor, block_size: int, scales_offset: int) -> bool:
+def decode(buffer: Tensor, out: Tensor, block_size: int, scales_offset: int) -> Launch | None:
     def constants() -> tuple[object, ...]:
         return (cubic8.LEAST[out.dtype],)
 

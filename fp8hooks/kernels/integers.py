@@ -18,6 +18,7 @@ from fp8hooks.kernels.common import (
     row_max,
     uniform,
 )
+from fp8hooks.kernels.launch import Launch
 
 
 @triton.jit
@@ -224,14 +225,16 @@ def _decode(
             tl.store(out_ptr + base + offsets, value, mask=columns < width)
 
 
-def encode(bits: int, core: Tensor, buffer: Tensor, block_size: int, scales_offset: int, seed: int | None) -> bool:
+def encode(
+    bits: int, core: Tensor, buffer: Tensor, block_size: int, scales_offset: int, seed: int | None
+) -> Launch | None:
     def constants() -> tuple[object, ...]:
         return integers.TOP[core.dtype], bits
 
     return launch.encode(_encode, bits, constants, core, buffer, block_size, scales_offset, seed)
 
 
-def decode(bits: int, buffer: Tensor, out: Tensor, block_size: int, scales_offset: int) -> bool:
+def decode(bits: int, buffer: Tensor, out: Tensor, block_size: int, scales_offset: int) -> Launch | None:
     def constants() -> tuple[object, ...]:
         return (bits,)
 

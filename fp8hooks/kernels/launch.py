@@ -1,4 +1,9 @@
-"""Launching: a compiled kernel is found and started in a few microseconds, where Triton's own way takes twenty."""
+"""Launching: a kernel that ran once can be repeated on other memory in a few microseconds, where Triton's way takes
+twenty.
+
+Measured on an H200's host: Triton's own call 20 us; its compiled launcher with tensors 6.1, with addresses 5.7; torch's
+static launcher, by which Inductor starts its kernels, 4.4; cuLaunchKernel by ctypes 6.9.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +22,43 @@ Constants = Callable[[], tuple[Any, ...]]
 # Compiled kernels by what they were compiled for.
 _compiled: dict[Any, Any] = {}
 
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_static: Any = getattr(getattr(torch._C, "_StaticCudaLauncher", None), "_launch_kernel", None)
+
+
+class Launch:
+    """A launch that was made, to be made again on memory of the same geometry, dtype, device and alignment.
+
+    Attributes:
+        repeatable: False where this version of Triton or torch offers no short way.
+    """
+
+    __slots__ = ("_device", "_head", "_run", "_tail", "_types", "repeatable")
+
+    def __init__(self, compiled: Any, device: torch.device, programs: int, numbers: tuple[int, ...]) -> None:
+        self._device = device.index
+        self._run: Any = None
+        scratch = _scratch(compiled)
+        if device.type == "cuda" and scratch is not None:
+            shared = compiled.metadata.shared
+            self._run = _static
+            self._head = (compiled.function, programs, 1, 1, common.WARPS, shared)
+            self._types = "OO" + "l" * len(numbers) + "O" * scratch
+            self._tail = (*numbers, *(None,) * scratch)
+        self.repeatable = self._run is not None
+
+    def again(self, first: int, second: int) -> None:
+        """Launch, on the current stream, over what lies at these addresses; the device must be the current one."""
+        self._run(*self._head, self._types, (first, second, *self._tail), _current_stream(self._device))
+
+
+def _scratch(compiled: Any) -> int | None:
+    """How many unused pointers Triton puts after a kernel's parameters; None if torch can't start such a kernel."""
+    if _static is None or not hasattr(compiled, "function") or not hasattr(compiled, "metadata"):
+        return None
+    sizes = [getattr(compiled.metadata, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
+    return None if any(sizes) else sum(size is not None for size in sizes)
+
 
 def encode(
     kernel: Any,
@@ -27,19 +69,19 @@ def encode(
     block_size: int,
     scales_offset: int,
     seed: int | None,
-) -> bool:
-    """Run a family's encoder, whose constants end with STOCHASTIC and LAYOUT; False if the core can't be reached.
+) -> Launch | None:
+    """Run a family's encoder, whose constants end with STOCHASTIC and LAYOUT; None if the core can't be reached.
 
     Args:
         key: what `constants`, its first constants, depend on beside the core's dtype.
     """
     found = layout_of(core, block_size)
     if found is None:
-        return False
+        return None
     layout, places = found
     stochastic, numel = seed is not None, core.numel()
     numbers = (numel, scales_offset, _signed(seed), *places)
-    start(
+    return start(
         kernel,
         (key, layout, stochastic),
         (core, buffer),
@@ -48,24 +90,24 @@ def encode(
         numel,
         block_size,
     )
-    return True
 
 
 def decode(
     kernel: Any, key: Any, constants: Constants, buffer: Tensor, out: Tensor, block_size: int, scales_offset: int
-) -> bool:
+) -> Launch | None:
     """As `encode`, for a decoder, whose constants end with NATIVE_BF16 and LAYOUT."""
     found = layout_of(out, block_size)
     if found is None:
-        return False
+        return None
     layout, places = found
     numel = out.numel()
 
     def all_constants() -> tuple[Any, ...]:
         return *constants(), common.native_bf16(out.device), layout
 
-    start(kernel, (key, layout), (buffer, out), (numel, scales_offset, *places), all_constants, numel, block_size)
-    return True
+    return start(
+        kernel, (key, layout), (buffer, out), (numel, scales_offset, *places), all_constants, numel, block_size
+    )
 
 
 def _signed(seed: int | None) -> int:
@@ -103,7 +145,7 @@ def start(
     constants: Constants,
     numel: int,
     block_size: int,
-) -> None:
+) -> Launch:
     """Run `kernel` over `numel` elements in rows of `block_size`, on the device and current stream of the tensors.
 
     Args:
@@ -114,28 +156,23 @@ def start(
     first, second = tensors
     device = first.device
     a, b = first.data_ptr(), second.data_ptr()
-    # Triton loads 16 bytes at once where it knows that they are aligned.
-    # By its address, since Triton hashes a kernel by its source.
+    # By its address, since Triton hashes a kernel by its source. Triton loads 16 bytes at once where it knows that they
+    # are aligned.
     full_key = (id(kernel), key, device.index, first.dtype, second.dtype, a & 15 == 0, b & 15 == 0, block_size)
     rows = max(1, common.ELEMENTS // block_size)
     programs = -(-numel // (rows * block_size))
-    found = _compiled.get(full_key)
-    if found is None or torch._C._cuda_getDevice() != device.index:
+    with _current(device):
+        found = _compiled.get(full_key)
+        if found is not None:
+            launch = Launch(found, device, programs, numbers)
+            if launch.repeatable:
+                launch.again(a, b)
+                return launch
         last = (*constants(), block_size, rows)
-        with _current(device):
-            # Contraction into fused multiply-adds would round differently from the reference.
-            compiled = kernel[(programs,)](*tensors, *numbers, *last, num_warps=common.WARPS, enable_fp_fusion=False)
-        if device.type == "cuda" and _startable(compiled):
-            _compiled[full_key] = (compiled.run, compiled.function, compiled.packed_metadata, last)
-        return
-    run, function, metadata, last = found
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
-    run(programs, 1, 1, stream, function, metadata, None, None, None, first, second, *numbers, *last)
-
-
-def _startable(compiled: Any) -> bool:
-    """Whether a compiled kernel has what the short way needs; other versions of Triton go the long way."""
-    return all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata"))
+        # Contraction into fused multiply-adds would round differently from the reference.
+        compiled = kernel[(programs,)](*tensors, *numbers, *last, num_warps=common.WARPS, enable_fp_fusion=False)
+    _compiled[full_key] = compiled
+    return Launch(compiled, device, programs, numbers)
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -23,6 +23,7 @@ from fp8hooks.kernels.common import (
     row_max,
     with_sign,
 )
+from fp8hooks.kernels.launch import Launch
 
 
 @triton.jit
@@ -205,7 +206,7 @@ def encode(
     scales_offset: int,
     seed: int | None,
     native: bool | None = None,
-) -> bool:
+) -> Launch | None:
     """`native` forces (or forbids) the hardware's FP8 conversion; the bytes are the same."""
     chosen = native_fp8(core.device) if native is None else native
 
@@ -218,7 +219,7 @@ def encode(
 
 def decode(
     form: Format, buffer: Tensor, out: Tensor, block_size: int, scales_offset: int, native: bool | None = None
-) -> bool:
+) -> Launch | None:
     """As `encode`, the other way."""
     chosen = native_fp8(out.device) if native is None else native
 

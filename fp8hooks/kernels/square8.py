@@ -21,6 +21,7 @@ from fp8hooks.kernels.common import (
     uniform,
     with_sign,
 )
+from fp8hooks.kernels.launch import Launch
 
 
 @triton.jit
@@ -139,7 +140,7 @@ def _decode(
             tl.store(out_ptr + base + offsets, value, mask=columns < width)
 
 
-def encode(core: Tensor, buffer: Tensor, block_size: int, scales_offset: int, seed: int | None) -> bool:
+def encode(core: Tensor, buffer: Tensor, block_size: int, scales_offset: int, seed: int | None) -> Launch | None:
     def constants() -> tuple[object, ...]:
         most = square8.MOST_R[core.dtype]
         top = float(torch.tensor(most << 16, dtype=torch.int32).view(torch.float32))
@@ -148,7 +149,7 @@ def encode(core: Tensor, buffer: Tensor, block_size: int, scales_offset: int, se
     return launch.encode(_encode, None, constants, core, buffer, block_size, scales_offset, seed)
 
 
-def decode(buffer: Tensor, out: Tensor, block_size: int, scales_offset: int) -> bool:
+def decode(buffer: Tensor, out: Tensor, block_size: int, scales_offset: int) -> Launch | None:
     def constants() -> tuple[object, ...]:
         return square8.UNIT, square8.LEAST[out.dtype]
 

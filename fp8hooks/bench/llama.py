@@ -1,0 +1,114 @@
+"""Layers of Llama 3's shape, in plain torch, with random weights and inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a stack of layers and of what goes into it.
+
+    Attributes:
+        hidden, ffn: widths.
+        heads, kv_heads: of queries; of keys and values.
+        batch, length: sequences, and tokens in each.
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    batch: int
+    length: int
+
+
+SHAPES = {
+    # Llama-3-8B's layers, as in the README's tables.
+    "llama": Shape(layers=6, hidden=4096, ffn=14336, heads=32, kv_heads=8, batch=4, length=4096),
+    # So small that a GPU waits for its host.
+    "launch": Shape(layers=8, hidden=512, ffn=1536, heads=8, kv_heads=8, batch=4, length=128),
+    "tiny": Shape(layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, batch=2, length=32),
+}
+
+
+class Llama(nn.Module):
+    """A stack of layers, from embedded tokens [batch, length, hidden] to the same shape."""
+
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shape = shape
+        with torch.device(device):
+            self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+            self.norm = nn.RMSNorm(shape.hidden)
+        self.to(dtype)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, x: Tensor, run: Callable[..., Tensor] | None = None) -> Tensor:
+        """`run(layer, x, angles)`, if given, calls the layers."""
+        angles = _angles(self.shape, x.device, x.dtype)
+        for layer in self.layers:
+            x = layer(x, angles) if run is None else run(layer, x, angles)
+        return self.norm(x)
+
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        """Random embedded tokens, and a gradient for the output."""
+        parameter = next(self.parameters())
+        sizes = (self.shape.batch, self.shape.length, self.shape.hidden)
+        x, gradient = (torch.randn(sizes, device=parameter.device, dtype=parameter.dtype) for _ in range(2))
+        return x.requires_grad_(), gradient
+
+
+class Layer(nn.Module):
+    """Attention and SwiGLU, each after an RMSNorm and beside a residual."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = shape.heads, shape.kv_heads
+        width = shape.hidden // shape.heads
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(shape.hidden), nn.RMSNorm(shape.hidden)
+        self.q = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.k = nn.Linear(shape.hidden, shape.kv_heads * width, bias=False)
+        self.v = nn.Linear(shape.hidden, shape.kv_heads * width, bias=False)
+        self.o = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.up = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), angles)
+        y = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+    def attention(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (heads, -1)).transpose(1, 2)
+            for part, heads in ((self.q(x), self.heads), (self.k(x), self.kv_heads), (self.v(x), self.kv_heads))
+        )
+        grouped = self.heads != self.kv_heads
+        y = F.scaled_dot_product_attention(
+            _rotate(q, angles), _rotate(k, angles), v, is_causal=True, enable_gqa=grouped
+        )
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+def _angles(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of rotary positions, [length, width]."""
+    width = shape.hidden // shape.heads
+    frequencies = 500_000.0 ** (-torch.arange(0, width, 2, device=device) / width)
+    angles = torch.outer(torch.arange(shape.length, device=device), frequencies).repeat(1, 2)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = angles
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
