@@ -23,7 +23,8 @@ class Geometry:
             dimensions, neighbours merged where they are evenly spaced. Views of the same memory have the same core.
         numel: elements of the core.
         span: elements from the first to the last, gaps included.
-        memory: sizes and strides of a tensor that takes up the whole span: the geometry's own if that does.
+        whole: no gaps, and nothing expanded.
+        memory: sizes and strides (plain tuples) of a tensor that takes up the span: the geometry's own where whole.
     """
 
     sizes: tuple[int, ...]
@@ -31,17 +32,13 @@ class Geometry:
     core: tuple[tuple[int, int], ...]
     numel: int
     span: int
+    whole: bool
     memory: tuple[tuple[int, ...], tuple[int, ...]]
 
     @property
     def dense(self) -> bool:
         """No gaps: the core is one run of memory."""
         return self.span == self.numel
-
-    @property
-    def whole(self) -> bool:
-        """No gaps, and nothing expanded."""
-        return self.memory[0] is self.sizes
 
 
 @functools.lru_cache(maxsize=8192)
@@ -65,7 +62,8 @@ def geometry(sizes: tuple[int, ...], strides: tuple[int, ...]) -> Geometry | Non
     for size, _ in core:
         numel *= size
     whole = span == numel and all(stride != 0 or size == 1 for size, stride in zip(sizes, strides, strict=True))
-    return Geometry(sizes, strides, core, numel, span, (sizes, strides) if whole else ((span,), (1,)))
+    memory = (tuple(sizes), tuple(strides)) if whole else ((span,), (1,))
+    return Geometry(sizes, strides, core, numel, span, whole, memory)
 
 
 def core_of(tensor: Tensor, shape: Geometry) -> Tensor:
