@@ -1,8 +1,18 @@
-"""The `--device` option that the commands share."""
+"""Devices: the `--device` option that the commands share, names, streams."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
+
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def stream_of(tensor: Tensor) -> int:
+    """The current stream of a tensor's device, as a number; 0 where there are no streams."""
+    return _raw_stream(tensor.get_device()) if tensor.is_cuda else 0
 
 
 def find_device(name: str) -> torch.device:

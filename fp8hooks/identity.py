@@ -75,15 +75,6 @@ def core_of(tensor: Tensor, shape: Geometry) -> Tensor:
     return tensor.as_strided(sizes, strides, tensor.storage_offset())
 
 
-def like(shape: Geometry, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A new tensor of the geometry's sizes and strides, not written yet, and its core, to write into.
-
-    What lies in the core's gaps belonged to other tensors; nobody reads it here.
-    """
-    memory = torch.empty_strided(*shape.memory, dtype=dtype, device=device)
-    return view_as(memory, shape), core_of(memory, shape)
-
-
 def view_as(memory: Tensor, shape: Geometry) -> Tensor:
     """The tensor of the geometry's sizes and strides over new memory of its `memory`."""
     return memory if shape.whole else memory.as_strided(shape.sizes, shape.strides)

@@ -16,7 +16,7 @@ from fp8hooks.identity import Geometry
 from fp8hooks.integrations import distributed
 from fp8hooks.planner import Plan, Recorder, Save
 from fp8hooks.policy import Policy
-from fp8hooks.saved import Exact, Packed, Saved, Site, Wrapped
+from fp8hooks.saved import Exact, Packed, Saved, Shared, Site, Wrapped
 from fp8hooks.stats import Ledger
 
 
@@ -29,16 +29,18 @@ class Recipe:
         shape: the geometry; never None where there is a codec.
         coder: the short way to encode, once known.
         signs_suffice: see `Policy.signs_suffice`.
+        shares: see `fp8hooks.saved.Packed`.
         exact_row, row: keys of the ledger's rows, for what stays exact and for what does not.
     """
 
-    __slots__ = ("codec", "coder", "exact_row", "row", "shape", "signs_suffice", "site")
+    __slots__ = ("codec", "coder", "exact_row", "row", "shape", "shares", "signs_suffice", "site")
 
     def __init__(self, site: Site, codec: Codec | None, shape: Geometry | None, signs_suffice: bool) -> None:
         self.site = site
         self.codec = codec
         self.shape = shape
         self.signs_suffice = signs_suffice
+        self.shares = not site.op.startswith(("Function.", "ops.", "unknown"))
         self.coder: Coder | None = None
         self.exact_row = (site, codecs.EXACT)
         self.row = self.exact_row if codec is None else (site, codec.name)
@@ -167,7 +169,9 @@ class Packer:
             shared = self._share(memory, recipe, tensor.dtype)
             if shared is not None:
                 self._record((recipe.site, shared.codec.name), charge, 0)
-                packed = Packed(shared, shape)
+                packed = Packed(shared, shape, recipe.shares)
+                if recipe.shares:
+                    _count_user(shared)
                 if shared.codec.name == codecs.SIGNS:
                     self._signs[memory].add(packed)
                 return packed
@@ -202,7 +206,7 @@ class Packer:
         if payload is None:
             return self._save_exact(tensor, recipe, address, charge)
         assert recipe.shape is not None
-        packed = Packed(payload, recipe.shape)
+        packed = Packed(payload, recipe.shape, recipe.shares)
         if charge:
             self._compressed[address] = (recipe.site.op, charge)
         reference = self._ledger.watch(payload)
@@ -274,6 +278,13 @@ class Packer:
         row[2] += stored_bytes
         row[3] += elements
         return row
+
+
+def _count_user(payload: Payload) -> None:
+    """Count another consumer of a payload that has one."""
+    if payload.shared is None:
+        payload.shared = Shared()
+    payload.shared.users += 1
 
 
 def _keep_exact(tensor: Tensor, site: Site) -> Exact:

@@ -5,13 +5,17 @@ These objects are all the state there is: they die with the graph node that owns
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from fp8hooks import devices
 from fp8hooks.codecs import Payload
-from fp8hooks.identity import Geometry, like, view_as
+from fp8hooks.identity import Geometry, core_of, view_as
 
 
 class Site(NamedTuple):
@@ -51,25 +55,81 @@ class Exact:
 
 
 class Packed:
-    """A tensor stored by a codec. Each `unpack` decodes afresh, since whoever asked may write into the result."""
+    """A tensor stored by a codec. Each `unpack` decodes afresh, since whoever asked may write into the result.
 
-    __slots__ = ("__weakref__", "payload", "shape")
+    Attributes:
+        shares: its consumer is one of torch's own, which autograd's version counters see writing, and so may be given
+            what was decoded for another one. See `Shared`.
+    """
 
-    def __init__(self, payload: Payload, shape: Geometry) -> None:
+    __slots__ = ("__weakref__", "payload", "shape", "shares")
+
+    def __init__(self, payload: Payload, shape: Geometry, shares: bool) -> None:
         self.payload = payload
         self.shape = shape
+        self.shares = shares
 
     def unpack(self) -> Tensor:
+        payload, shape = self.payload, self.shape
+        if self.shares and payload.shared is not None:
+            memory: Tensor = payload.shared.memory(self._memory)
+            return memory.as_strided(shape.sizes, shape.strides)
+        return view_as(self._memory(), shape)
+
+    def _memory(self) -> Tensor:
+        """New memory, of `Geometry.memory`, with what was stored."""
         payload, shape = self.payload, self.shape
         if payload.coder is not None:
             memory = payload.coder.decode(payload, *shape.memory)
             if memory is not None:
-                return view_as(memory, shape)
+                return memory
         if shape.dense:
-            return payload.decode().as_strided(shape.sizes, shape.strides)
-        tensor, core = like(shape, payload.dtype, payload.buffer.device)
-        payload.decode_into(core)
-        return tensor
+            return payload.decode().as_strided(*shape.memory)
+        memory = torch.empty(shape.span, dtype=payload.dtype, device=payload.buffer.device)
+        payload.decode_into(core_of(memory, shape))
+        return memory
+
+
+# The one `Shared` of each thread that holds decoded memory.
+_holder = threading.local()
+
+
+class Shared:
+    """What several consumers of a payload get: decoded for the first, dropped after the last.
+
+    It is also dropped as soon as another one is decoded on the same thread, so that consumers which are far apart, or
+    never come, keep at most one tensor alive.
+    """
+
+    __slots__ = ("__weakref__", "_kept", "_left", "users")
+
+    def __init__(self) -> None:
+        self.users = 1
+        self._left = 0
+        self._kept: tuple[Tensor, int, int] | None = None
+
+    def memory(self, decode: Callable[[], Tensor]) -> Tensor:
+        """What `decode` gives, or what it gave to another consumer."""
+        kept = self._kept
+        if kept is not None:
+            memory, version, stream = kept
+            if memory._version == version and devices.stream_of(memory) == stream:
+                self._left -= 1
+                if self._left <= 0:
+                    self._kept = None
+                return memory
+        memory = decode()
+        self._hold(memory)
+        return memory
+
+    def _hold(self, memory: Tensor) -> None:
+        before = getattr(_holder, "held", None)
+        before = None if before is None else before()
+        if before is not None and before is not self:
+            before._kept = None
+        self._left = self.users - 1
+        self._kept = (memory, memory._version, devices.stream_of(memory))
+        _holder.held = weakref.ref(self)
 
 
 class Wrapped:

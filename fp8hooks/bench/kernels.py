@@ -108,7 +108,7 @@ def _encode(codec: BlockCodec, tensors: list[Tensor], shape: identity.Geometry) 
 
 
 def _decode(payloads: list[Payload], shape: identity.Geometry) -> Callable[[int], object]:
-    return lambda i: Packed(payloads[i], shape).unpack()
+    return lambda i: Packed(payloads[i], shape, shares=False).unpack()
 
 
 def _tensor(numel: int, dtype: torch.dtype, layout: str, device: torch.device) -> Tensor:

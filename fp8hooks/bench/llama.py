@@ -1,4 +1,8 @@
-"""Layers of Llama 3's shape, in plain torch, with random weights and inputs."""
+"""Layers of Llama 3's shape, with random weights and inputs, written as most users run them.
+
+That is, with RMSNorm composed of operations in float32 and keys and values repeated for their groups of queries: autograd
+saves 227 KiB a token and layer, where fused ones save 168.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ class Llama(nn.Module):
         self.shape = shape
         with torch.device(device):
             self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-            self.norm = nn.RMSNorm(shape.hidden)
+            self.norm = RmsNorm(shape.hidden)
         self.to(dtype)
         for parameter in self.parameters():
             if parameter.dim() == 2:
@@ -67,6 +71,17 @@ class Llama(nn.Module):
         return x.requires_grad_(), gradient
 
 
+class RmsNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return self.weight * y.to(x.dtype)
+
+
 class Layer(nn.Module):
     """Attention and SwiGLU, each after an RMSNorm and beside a residual."""
 
@@ -74,7 +89,7 @@ class Layer(nn.Module):
         super().__init__()
         self.heads, self.kv_heads = shape.heads, shape.kv_heads
         width = shape.hidden // shape.heads
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(shape.hidden), nn.RMSNorm(shape.hidden)
+        self.attention_norm, self.mlp_norm = RmsNorm(shape.hidden), RmsNorm(shape.hidden)
         self.q = nn.Linear(shape.hidden, shape.hidden, bias=False)
         self.k = nn.Linear(shape.hidden, shape.kv_heads * width, bias=False)
         self.v = nn.Linear(shape.hidden, shape.kv_heads * width, bias=False)
@@ -93,10 +108,9 @@ class Layer(nn.Module):
             part.unflatten(-1, (heads, -1)).transpose(1, 2)
             for part, heads in ((self.q(x), self.heads), (self.k(x), self.kv_heads), (self.v(x), self.kv_heads))
         )
-        grouped = self.heads != self.kv_heads
-        y = F.scaled_dot_product_attention(
-            _rotate(q, angles), _rotate(k, angles), v, is_causal=True, enable_gqa=grouped
-        )
+        groups = self.heads // self.kv_heads
+        q, k, v = _rotate(q, angles), _repeat(_rotate(k, angles), groups), _repeat(v, groups)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(y.transpose(1, 2).flatten(2))
 
 
@@ -112,3 +126,8 @@ def _rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = angles
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def _repeat(x: Tensor, times: int) -> Tensor:
+    """Each head as often as there are queries for it."""
+    return x[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2)

@@ -54,9 +54,10 @@ class Payload:
         dtype: dtype of the tensor it stands for, and of what `decode` returns.
         finite: True if every element is known to be finite (lets a reader skip a pass), False if not known.
         coder: how to do the same with other memory of the same geometry, if there is a short way.
+        shared: for whoever holds it: what several consumers of it share (`fp8hooks.saved.Shared`).
     """
 
-    __slots__ = ("__weakref__", "buffer", "codec", "coder", "dtype", "finite", "numel")
+    __slots__ = ("__weakref__", "buffer", "codec", "coder", "dtype", "finite", "numel", "shared")
 
     def __init__(
         self,
@@ -73,6 +74,7 @@ class Payload:
         self.dtype = dtype
         self.finite = finite
         self.coder = coder
+        self.shared: Any = None
 
     @property
     def nbytes(self) -> int:
