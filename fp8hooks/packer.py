@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8hooks import callsite, codecs, identity, roles
+from fp8hooks import callsite, codecs, identity, overlap, roles
 from fp8hooks.callsite import Call, Op
 from fp8hooks.codecs import Codec, Coder, Payload, philox
 from fp8hooks.config import CompressConfig
@@ -57,6 +57,8 @@ class Recipes:
         self._block_size = config.block_size
         self._min_numel = max(1, config.min_numel)
         self._known: dict[tuple[Any, ...], Recipe] = {}
+        #: See `fp8hooks.overlap.Trace`.
+        self.order: dict[int, int] = {}
 
     def of(self, tensor: Tensor, op: Op, role: str, module: str) -> Recipe:
         """The recipe for a plain tensor that `op` saves as `role` in `module`."""
@@ -126,6 +128,8 @@ class Packer:
         # Payloads by the memory that they stand for, weakly: the graph owns them.
         self._payloads: dict[Any, weakref.ref[Payload]] = {}
         self._signs: dict[Any, _Signs] = {}
+        self._overlap = overlap.Encoder()
+        self._trace = overlap.Trace(recipes.order)
         self._keys = philox.Keys(config.seed, ledger.steps, ledger.contexts) if config.stochastic_rounding else None
 
     def close(self) -> None:
@@ -133,6 +137,7 @@ class Packer:
         for address, (op, nbytes) in self._compressed.items():
             if self._storages.alive(address):
                 self._ledger.record_not_freed(op, nbytes)
+        self._overlap.close()
         self._payloads.clear()
         self._signs.clear()
         self._storages.clear()
@@ -174,6 +179,8 @@ class Packer:
                     _count_user(shared)
                 if shared.codec.name == codecs.SIGNS:
                     self._signs[memory].add(packed)
+                elif shared.coder is not None:
+                    self._trace.add(packed)
                 return packed
         limit = roles.limit_of(op, call) if recipe.codec.name == "narrow" else None
         return self._save_packed(tensor, memory, recipe, charge, limit)
@@ -207,6 +214,8 @@ class Packer:
             return self._save_exact(tensor, recipe, address, charge)
         assert recipe.shape is not None
         packed = Packed(payload, recipe.shape, recipe.shares)
+        if payload.coder is not None:
+            self._trace.add(packed)
         if charge:
             self._compressed[address] = (recipe.site.op, charge)
         reference = self._ledger.watch(payload)
@@ -224,7 +233,7 @@ class Packer:
     def _encode(self, tensor: Tensor, pointer: int, recipe: Recipe, limit: int | None) -> Payload | None:
         coder = recipe.coder
         if coder is not None:
-            payload = coder.encode(pointer)
+            payload = self._overlap.encode(coder, tensor, pointer, recipe.site) or coder.encode(pointer)
             if payload is not None:
                 return payload
         assert recipe.codec is not None

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fp8hooks import devices
 from fp8hooks.codecs import Payload
-from fp8hooks.identity import Geometry, core_of, view_as
+from fp8hooks.identity import Geometry, core_of, edited_message, view_as
+from fp8hooks.overlap import Trace
 
 
 class Site(NamedTuple):
@@ -46,11 +47,7 @@ class Exact:
 
     def unpack(self) -> Tensor:
         if self.version is not None and self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.tensor.type()} {list(self.tensor.shape)}] saved by {self.site} is at version "
-                f"{self.tensor._version}; expected version {self.version} instead."
-            )
+            raise RuntimeError(edited_message(self.tensor, self.version, str(self.site)))
         return self.tensor
 
 
@@ -58,19 +55,32 @@ class Packed:
     """A tensor stored by a codec. Each `unpack` decodes afresh, since whoever asked may write into the result.
 
     Attributes:
+        trace, number: for decoding it ahead, see `fp8hooks.overlap`.
         shares: its consumer is one of torch's own, which autograd's version counters see writing, and so may be given
             what was decoded for another one. See `Shared`.
     """
 
-    __slots__ = ("__weakref__", "payload", "shape", "shares")
+    __slots__ = ("__weakref__", "number", "payload", "shape", "shares", "trace")
 
     def __init__(self, payload: Payload, shape: Geometry, shares: bool) -> None:
         self.payload = payload
         self.shape = shape
         self.shares = shares
+        self.trace: Trace | None = None
+        self.number = 0
 
     def unpack(self) -> Tensor:
+        tensor = self._tensor()
+        if self.trace is not None:
+            self.trace.ask(self.number)
+        return tensor
+
+    def _tensor(self) -> Tensor:
         payload, shape = self.payload, self.shape
+        if payload.ready is not None:
+            torch.cuda.current_stream(payload.buffer.device).wait_event(payload.ready)
+        if payload.edited is not None:
+            raise RuntimeError(payload.edited)
         if self.shares and payload.shared is not None:
             memory: Tensor = payload.shared.memory(self._memory)
             return memory.as_strided(shape.sizes, shape.strides)
@@ -79,6 +89,11 @@ class Packed:
     def _memory(self) -> Tensor:
         """New memory, of `Geometry.memory`, with what was stored."""
         payload, shape = self.payload, self.shape
+        if payload.ahead is not None:
+            taken: Tensor | None = payload.ahead.take(shape)
+            payload.ahead = None
+            if taken is not None:
+                return taken
         if payload.coder is not None:
             memory = payload.coder.decode(payload, *shape.memory)
             if memory is not None:
@@ -107,6 +122,11 @@ class Shared:
         self.users = 1
         self._left = 0
         self._kept: tuple[Tensor, int, int] | None = None
+
+    @property
+    def decoded(self) -> bool:
+        """Whether it holds decoded memory now."""
+        return self._kept is not None
 
     def memory(self, decode: Callable[[], Tensor]) -> Tensor:
         """What `decode` gives, or what it gave to another consumer."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8hooks
-from fp8hooks import codecs
+from fp8hooks import codecs, overlap
 from fp8hooks.identity import core_of, geometry
 from fp8hooks.saved import Packed
 from tests import models
@@ -166,3 +166,82 @@ def test_from_step_to_step_gradients_stay_the_same() -> None:
     x = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
     steps = [models.step(model, x, session)[1] for _ in range(4)]
     assert all(torch.equal(a, b) for step in steps[1:] for a, b in zip(steps[0], step, strict=True))
+
+
+@pytest.fixture
+def overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "LEAST_BYTES", 1)
+
+
+def test_the_second_stream_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    x = torch.randn(16384, 256, device="cuda", dtype=torch.bfloat16)
+    session = fp8hooks.compress()
+    monkeypatch.setattr(overlap, "LEAST_BYTES", 1 << 60)
+    want = models.step(model, x, session)[1]
+    monkeypatch.setattr(overlap, "LEAST_BYTES", 1)
+    for _ in range(20):
+        got = models.step(model, x, session)[1]
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.usefixtures("overlapped")
+def test_an_edit_while_it_is_encoded_is_an_error() -> None:
+    session = fp8hooks.compress()
+    for _ in range(2):
+        x = torch.randn(4096, 1024, device="cuda", requires_grad=True) * 2
+        with session:
+            y = torch.sin(x)
+            z = torch.sin(x * 1)
+    with session:
+        x = torch.randn(4096, 1024, device="cuda", requires_grad=True) * 2
+        y = torch.sin(x)
+        with torch.no_grad():
+            x.zero_()
+        z = torch.sin(x * 1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*op 'sin'"):
+        y.sum().backward()
+    z.sum().backward()
+
+
+@pytest.mark.usefixtures("overlapped")
+def test_what_was_decoded_in_vain_is_given_back() -> None:
+    """Backward goes another way than the step before, or stops on its way."""
+    session = fp8hooks.compress()
+
+    def forward() -> list[Tensor]:
+        with session:
+            xs = [torch.randn(1024, 1024, device="cuda", requires_grad=True) * 2 for _ in range(8)]
+            return [torch.sin(x).sum() for x in xs]
+
+    for turn in range(6):
+        ys = forward()
+        torch.stack(ys[:: 1 if turn % 2 else -1][: 8 - turn]).sum().backward()
+        del ys
+    ys = forward()
+    ys[3].backward()
+    held = torch.cuda.memory_allocated()
+    del ys
+    torch.cuda.synchronize()
+    assert session.held_bytes == 0
+    assert torch.cuda.memory_allocated() < held
+
+
+@pytest.mark.usefixtures("overlapped")
+def test_memory_is_not_used_again_too_early() -> None:
+    """The allocator gives the same blocks again and again, while the second stream still reads and writes them."""
+    session, weight = fp8hooks.compress(), torch.randn(1024, 1024, device="cuda", requires_grad=True)
+    wants: list[Tensor] = []
+    for turn in range(12):
+        torch.manual_seed(turn % 2)
+        weight.grad = None
+        with session:
+            y = torch.randn(8192, 1024, device="cuda")
+            for _ in range(6):
+                y = torch.tanh(y @ weight * 0.05)
+            loss = y.square().mean()
+        del y
+        loss.backward()
+        assert weight.grad is not None
+        wants.append(weight.grad.clone())
+        assert torch.equal(wants[turn], wants[turn % 2])

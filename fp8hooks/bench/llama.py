@@ -1,7 +1,7 @@
 """Layers of Llama 3's shape, with random weights and inputs, written as most users run them.
 
-That is, with RMSNorm composed of operations in float32 and keys and values repeated for their groups of queries: autograd
-saves 227 KiB a token and layer, where fused ones save 168.
+That is, with RMSNorm composed of operations in float32 and keys and values repeated for their groups of queries:
+autograd saves 213 KiB a token and layer, where fused ones save 165.
 """
 
 from __future__ import annotations

@@ -55,9 +55,12 @@ class Payload:
         finite: True if every element is known to be finite (lets a reader skip a pass), False if not known.
         coder: how to do the same with other memory of the same geometry, if there is a short way.
         shared: for whoever holds it: what several consumers of it share (`fp8hooks.saved.Shared`).
+        ready, edited, ahead: see `fp8hooks.overlap`.
     """
 
-    __slots__ = ("__weakref__", "buffer", "codec", "coder", "dtype", "finite", "numel", "shared")
+    __slots__ = (
+        "__weakref__", "ahead", "buffer", "codec", "coder", "dtype", "edited", "finite", "numel", "ready", "shared",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -75,6 +78,9 @@ class Payload:
         self.finite = finite
         self.coder = coder
         self.shared: Any = None
+        self.ready: Any = None
+        self.edited: str | None = None
+        self.ahead: Any = None
 
     @property
     def nbytes(self) -> int:
@@ -98,9 +104,14 @@ class Coder:
     """Encodes and decodes memory of one geometry and dtype on one GPU, by repeating launches that were made before.
 
     A save costs the host 20 us by way of `Codec.encode`, and half of that by this way.
+
+    Attributes:
+        original_bytes: of what it encodes.
     """
 
-    __slots__ = ("_codec", "_core", "_decode", "_device", "_dtype", "_encode", "_nbytes", "_numel")
+    __slots__ = (
+        "_codec", "_core", "_decode", "_device", "_dtype", "_encode", "_nbytes", "_numel", "original_bytes",
+    )  # fmt: skip
 
     def __init__(self, codec: BlockCodec, encode: Launch, core: Tensor) -> None:
         self._codec = codec
@@ -111,13 +122,23 @@ class Coder:
         self._dtype = core.dtype
         self._device = core.get_device()
         self._core = _gaps(core)
+        self.original_bytes = core.numel() * core.itemsize
 
-    def encode(self, address: int) -> Payload | None:
-        """What `Codec.encode` gives for the core at an address; None if that must be asked."""
+    @property
+    def can_decode(self) -> bool:
+        """Whether `decode` will give something, on the right device."""
+        return self._decode is not None
+
+    def encode(self, address: int, stream: int | None = None) -> Payload | None:
+        """What `Codec.encode` gives for the core at an address; None if that must be asked.
+
+        Args:
+            stream: on which to launch, if not on the current one.
+        """
         if address & 15 or _current_device() != self._device:
             return None
         buffer = _empty_on_current_device(self._nbytes, (1,), torch.uint8)
-        self._encode.again(address, buffer.data_ptr())
+        self._encode.again(address, buffer.data_ptr(), stream)
         return Payload(self._codec, buffer, self._numel, self._dtype, False, self)
 
     def learn(self, decode: Launch | None, core: Tensor) -> None:
@@ -125,12 +146,14 @@ class Coder:
         if decode is not None and decode.repeatable and _gaps(core) == self._core:
             self._decode = decode
 
-    def decode(self, payload: Payload, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor | None:
+    def decode(
+        self, payload: Payload, sizes: tuple[int, ...], strides: tuple[int, ...], stream: int | None = None
+    ) -> Tensor | None:
         """A fresh tensor of these sizes and strides whose memory holds the decoded core; None if it can't be made."""
         if self._decode is None or _current_device() != self._device:
             return None
         out = _empty_on_current_device(sizes, strides, self._dtype)
-        self._decode.again(payload.buffer.data_ptr(), out.data_ptr())
+        self._decode.again(payload.buffer.data_ptr(), out.data_ptr(), stream)
         return out
 
 

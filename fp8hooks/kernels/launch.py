@@ -47,9 +47,11 @@ class Launch:
             self._tail = (*numbers, *(None,) * scratch)
         self.repeatable = self._run is not None
 
-    def again(self, first: int, second: int) -> None:
-        """Launch, on the current stream, over what lies at these addresses; the device must be the current one."""
-        self._run(*self._head, self._types, (first, second, *self._tail), _current_stream(self._device))
+    def again(self, first: int, second: int, stream: int | None = None) -> None:
+        """Launch over what lies at these addresses, on the current stream or another of the device, the current one."""
+        if stream is None:
+            stream = _current_stream(self._device)
+        self._run(*self._head, self._types, (first, second, *self._tail), stream)
 
 
 def _scratch(compiled: Any) -> int | None:
