@@ -1,7 +1,9 @@
-"""Encoding beside the operations that come after, and decoding ahead of those that will ask.
+"""Encoding beside the operations that come after, and decoding ahead of those that will ask, in CUDA graphs.
 
-On a second stream, since what an encoder or decoder needs, the memory's bandwidth, is what matrix products leave. Both
-streams wait for one another by events alone, so the host waits for nothing and a CUDA graph can capture it.
+On a second stream, which the graph records as a branch. Layers of width 512, whose kernels leave most of an H200 idle,
+took 1.20 of the uncompressed time without it, 1.12 with it. Outside graphs it is not done: the host would pay for the
+events, and Llama-3-8B's layers took 1.056 to 1.063 of the uncompressed time with any settings, 1.060 without, since
+large products leave an encoder no registers.
 """
 
 from __future__ import annotations
@@ -20,8 +22,6 @@ from fp8hooks.identity import Geometry, edited_message
 if TYPE_CHECKING:
     from fp8hooks.saved import Packed, Site
 
-#: Tensors of fewer bytes are not worth the events, which cost the host some 10 us (they do where a graph is captured).
-LEAST_BYTES = 1 << 22
 # So many saves later the first stream waits for the second, and the tensor's memory may be used again.
 _LAG = 2
 
@@ -72,13 +72,11 @@ class Encoder:
         self._captured: bool | None = None
 
     def encode(self, coder: Coder, tensor: Tensor, pointer: int, site: Site) -> Payload | None:
-        """As `Coder.encode`, for the memory of `tensor`; None where the second stream is not worth it."""
+        """As `Coder.encode`, for the memory of `tensor`; None outside graphs."""
         if self._captured is None:
+            # A graph that is captured inside the session would end before this is closed.
             self._captured = torch.cuda.is_current_stream_capturing()
-        if not self._captured and coder.original_bytes < LEAST_BYTES:
-            return None
-        # What began outside a graph must not end inside, and the other way round.
-        if torch.cuda.is_current_stream_capturing() is not self._captured:
+        if not self._captured or not torch.cuda.is_current_stream_capturing():
             return None
         stream = torch.cuda.current_stream()
         side = side_stream(stream.device_index)
@@ -156,6 +154,8 @@ class Trace:
         if self._last is not None:
             self._order[self._last] = number
         self._last = number
+        if not torch.cuda.is_current_stream_capturing():
+            return
         self._asked += 1
         self._forget()
         for _ in range(2 * _AHEAD):
@@ -184,14 +184,12 @@ class Trace:
 
 
 def _start(packed: Packed) -> bool:
-    """Decode on the second stream, if that is worth it."""
+    """Decode on the second stream, if it is not decoded already."""
     payload, shape = packed.payload, packed.shape
     coder = payload.coder
     if coder is None or not coder.can_decode or payload.ahead is not None or payload.ready is not None:
         return False
     if payload.shared is not None and payload.shared.decoded:
-        return False
-    if coder.original_bytes < LEAST_BYTES and not torch.cuda.is_current_stream_capturing():
         return False
     stream = torch.cuda.current_stream()
     side = side_stream(stream.device_index)

@@ -104,14 +104,9 @@ class Coder:
     """Encodes and decodes memory of one geometry and dtype on one GPU, by repeating launches that were made before.
 
     A save costs the host 20 us by way of `Codec.encode`, and half of that by this way.
-
-    Attributes:
-        original_bytes: of what it encodes.
     """
 
-    __slots__ = (
-        "_codec", "_core", "_decode", "_device", "_dtype", "_encode", "_nbytes", "_numel", "original_bytes",
-    )  # fmt: skip
+    __slots__ = ("_codec", "_core", "_decode", "_device", "_dtype", "_encode", "_nbytes", "_numel")
 
     def __init__(self, codec: BlockCodec, encode: Launch, core: Tensor) -> None:
         self._codec = codec
@@ -122,7 +117,6 @@ class Coder:
         self._dtype = core.dtype
         self._device = core.get_device()
         self._core = _gaps(core)
-        self.original_bytes = core.numel() * core.itemsize
 
     @property
     def can_decode(self) -> bool:
