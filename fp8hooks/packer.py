@@ -16,7 +16,7 @@ from fp8hooks.identity import Geometry
 from fp8hooks.integrations import distributed
 from fp8hooks.planner import Plan, Recorder, Save
 from fp8hooks.policy import Policy
-from fp8hooks.saved import Exact, Packed, Saved, Shared, Site, Wrapped
+from fp8hooks.saved import Exact, Packed, Saved, Shared, Site, Wrapped, keep_exact
 from fp8hooks.stats import Ledger
 
 
@@ -159,7 +159,7 @@ class Packer:
         address = self._storages.address(storage)
         if role == "weight" or callsite.is_buffer(address):
             self._ledger.record_weight(address, storage.nbytes())
-            return _keep_exact(tensor, recipe.site)
+            return keep_exact(tensor, recipe.site)
         charge = 0
         if address not in self._charged:
             self._charged.add(address)
@@ -263,7 +263,7 @@ class Packer:
             if self.recorder is not None:
                 self.recorder.exact(stored)
         self._record(recipe.exact_row, charge, stored)
-        return _keep_exact(tensor, recipe.site)
+        return keep_exact(tensor, recipe.site)
 
     def _keep_whole(self, tensor: Tensor, site: Site) -> Exact:
         """Keep a tensor that is not plain and dense (a subclass, sparse, nested, ...) without looking into it."""
@@ -276,7 +276,7 @@ class Packer:
             site = site._replace(role="weight")
         else:
             self._record((site, codecs.EXACT), nbytes, nbytes)
-        return _keep_exact(tensor, site)
+        return keep_exact(tensor, site)
 
     def _record(self, key: tuple[Site, str], original_bytes: int, stored_bytes: int, elements: int = 0) -> list[int]:
         row = self._rows.get(key)
@@ -294,15 +294,6 @@ def _count_user(payload: Payload) -> None:
     if payload.shared is None:
         payload.shared = Shared()
     payload.shared.users += 1
-
-
-def _keep_exact(tensor: Tensor, site: Site) -> Exact:
-    # Detached: holding an output of the node that holds us would be a cycle that only gc could free.
-    kept = tensor.detach()
-    try:
-        return Exact(kept, kept._version, site)
-    except RuntimeError:  # an inference tensor
-        return Exact(kept, None, site)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -91,6 +91,10 @@ _SIGNS_SUFFICE = frozenset({"relu", "leaky_relu"})
 _LEAST_NUMEL = {"log_prob": 1 << 16, "probability": 1 << 16, "attention_qk": 1 << 12}
 
 
+# Where the first is asked for the second serves: the same format with two bits more.
+_FINER = ("int8", "int10")
+
+
 class Policy:
     """The rules of one config, with the answers already given kept by site."""
 
@@ -146,7 +150,7 @@ class Policy:
         saves a whole payload, the choice between formats a little error. A rule, though, has its reason.
         """
         codec, by_rule = self._answer(site, dtype)
-        return stored == codec or not by_rule
+        return stored == codec or not by_rule or (codec, stored) == _FINER
 
 
 def matches(rule: Rule, site: Site, dtype: torch.dtype) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
+from fp8hooks.compiled import Compiled
 from fp8hooks.saved import Site
 from fp8hooks.stats import Bucket, Stats
 
@@ -18,15 +19,19 @@ class Report:
 
     Args:
         stats: what to show.
-        by_module: a row for each module; otherwise modules are summed up.
+        by_module: a row for each module, and for each node of a compiled graph; otherwise they are summed up.
+        compiled: what compiled graphs hold.
     """
 
-    def __init__(self, stats: Stats, by_module: bool = False) -> None:
+    def __init__(self, stats: Stats, by_module: bool = False, compiled: Sequence[Compiled] = ()) -> None:
         self.stats = stats
         self.by_module = by_module
+        self.compiled = compiled
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.table()
+        if self.compiled:
+            yield self.compiled_table()
         yield from self.remarks()
 
     def __str__(self) -> str:
@@ -35,19 +40,23 @@ class Report:
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def table(self) -> Table:
-        stats = self.stats
-        table = Table(title=f"fp8hooks: saved for backward in step {stats.steps}", box=SIMPLE_HEAD)
+        """What eager operations saved."""
         columns = [*(["module"] if self.by_module else []), "op", "role", "codec"]
-        for column in columns:
-            long = column in ("module", "op")
-            table.add_column(column, overflow="fold", no_wrap=not long, min_width=18 if long else None)
-        for column in ("saves", "before", "after", "saved"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for names, bucket in self._rows():
-            table.add_row(*names, *_cells(bucket))
-        table.add_section()
-        table.add_row("all", *[""] * (len(columns) - 1), *_cells(stats), style="bold")
-        return table
+        title = f"fp8hooks: saved for backward in step {self.stats.steps}"
+        return _table(title, columns, self._rows(), self.stats)
+
+    def compiled_table(self) -> Table:
+        """What graphs that `torch.compile` made hold."""
+        rows: dict[tuple[str, ...], Bucket] = {}
+        everything = Bucket()
+        for entry in self.compiled:
+            names = (entry.node,) if self.by_module else ()
+            row = rows.setdefault((str(entry.graph), *names, entry.site.op, entry.site.role, entry.codec), Bucket())
+            for bucket in (row, everything):
+                bucket.add(1, entry.original_bytes, entry.stored_bytes, 0)
+        columns = ["graph", *(["node"] if self.by_module else []), "op", "role", "codec"]
+        title = "in compiled graphs, for each call of one"
+        return _table(title, columns, [(list(names), bucket) for names, bucket in rows.items()], everything)
 
     def remarks(self) -> Iterable[str]:
         stats = self.stats
@@ -65,6 +74,20 @@ class Report:
         for names, bucket in sorted(rows.items(), key=lambda item: -item[1].original_bytes):
             if bucket.original_bytes or bucket.stored_bytes:
                 yield list(names), bucket
+
+
+def _table(title: str, columns: list[str], rows: Iterable[tuple[list[str], Bucket]], everything: Bucket) -> Table:
+    table = Table(title=title, box=SIMPLE_HEAD)
+    for column in columns:
+        long = column in ("module", "op", "node")
+        table.add_column(column, overflow="fold", no_wrap=not long, min_width=18 if long else None)
+    for column in ("saves", "before", "after", "saved"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for names, bucket in rows:
+        table.add_row(*names, *_cells(bucket))
+    table.add_section()
+    table.add_row("all", *[""] * (len(columns) - 1), *_cells(everything), style="bold")
+    return table
 
 
 def _names(site: Site, codec: str, by_module: bool) -> tuple[str, ...]:

@@ -51,6 +51,16 @@ class Exact:
         return self.tensor
 
 
+def keep_exact(tensor: Tensor, site: Site) -> Exact:
+    """A tensor as it is, to be checked for edits."""
+    # Detached: holding an output of the node that holds us would be a cycle that only gc could free.
+    kept = tensor.detach()
+    try:
+        return Exact(kept, kept._version, site)
+    except RuntimeError:  # an inference tensor
+        return Exact(kept, None, site)
+
+
 class Packed:
     """A tensor stored by a codec. Each `unpack` decodes afresh, since whoever asked may write into the result.
 

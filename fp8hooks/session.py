@@ -1,11 +1,11 @@
-"""`compress()`: the only file that touches torch's saved-tensor hooks."""
+"""`compress()`, and the session that it makes."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 import threading
+import types
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8hooks import callsite
+from fp8hooks import callsite, compiled
 from fp8hooks.config import CompressConfig, check_fields
 from fp8hooks.packer import Packer, Recipes
 from fp8hooks.planner import Plan
@@ -66,6 +66,7 @@ class Session:
     def __init__(self, config: CompressConfig) -> None:
         self.config = config
         self._policy = Policy(config)
+        self._hooks = compiled.hooks(config)
         self._recipes = Recipes(self._policy, config)
         self._ledger = Ledger()
         self._contexts = threading.local()
@@ -83,16 +84,25 @@ class Session:
         """Bytes of compressed tensors alive now, whatever step they are from."""
         return self._ledger.held_bytes
 
+    @property
+    def compiled(self) -> list[compiled.Compiled]:
+        """What graphs that `torch.compile` made in sessions of this config hold, tensor by tensor, for each call.
+
+        Graphs that came from a cache on disk are not among them.
+        """
+        return list(self._hooks.compiled)
+
     def report(self, by_module: bool = False) -> Report:
         """`stats` as a table, to print; with a row for each module on request."""
-        return Report(self.stats, by_module)
+        return Report(self.stats, by_module, self.compiled)
 
     def __enter__(self) -> Session:
         with self._lock:
             if self._open == 0:
                 self._ledger.begin_step()
             self._open += 1
-        context = _Context(Packer(self._policy, self._recipes, self._ledger, self.config, self._plan), self._ledger)
+        packer = Packer(self._policy, self._recipes, self._ledger, self.config, self._plan)
+        context = _Context(self._hooks, packer, self._ledger)
         try:
             context.install()
         except BaseException as error:
@@ -147,10 +157,10 @@ class Session:
 class _Context:
     """One entry of a session on one thread: the hooks, and what must not outlive it."""
 
-    def __init__(self, packer: Packer, ledger: Ledger) -> None:
+    def __init__(self, hooks: compiled.Hooks, packer: Packer, ledger: Ledger) -> None:
         self.packer = packer
-        self._hooks = (self.pack, self.unpack)
-        self._tracker = callsite.Tracker(_look_for_other_hooks(self._hooks[0], ledger))
+        self._hooks = hooks
+        self._tracker = callsite.Tracker(_look_for_other_hooks(hooks.pack, ledger))
         self._installed = contextlib.ExitStack()
 
     def install(self) -> None:
@@ -160,7 +170,7 @@ class _Context:
             # switched on again in there is told from the call stack alone.)
             if torch.is_grad_enabled():
                 stack.enter_context(self._tracker)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._hooks))
+            stack.enter_context(compiled.installed(self._hooks, self))
             self._installed = stack.pop_all()
 
     def remove(self) -> None:
@@ -170,22 +180,16 @@ class _Context:
         finally:
             self.packer.close()
 
-    def pack(self, tensor: Tensor) -> Saved:
-        """The pack hook."""
-        frame = sys._getframe(1)
+    def pack(self, tensor: Tensor, frame: types.FrameType) -> Saved:
+        """Keep a tensor that is saved by what runs in a frame."""
         call = self._tracker.call
         return self.packer.save(tensor, callsite.op_at(call, frame), call, callsite.module_path(frame))
-
-    @staticmethod
-    def unpack(saved: Saved) -> Tensor:
-        """The unpack hook."""
-        return saved.unpack()
 
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-def _look_for_other_hooks(pack: Callable[[Tensor], Saved], ledger: Ledger) -> Callable[[], None]:
+def _look_for_other_hooks(pack: Any, ledger: Ledger) -> Callable[[], None]:
     """A function that says so in the report if the innermost hooks, the only ones that run, are not those of `pack`."""
 
     def look() -> None:
@@ -201,6 +205,8 @@ def _look_for_other_hooks(pack: Callable[[Tensor], Saved], ledger: Ledger) -> Ca
 
 def _owner(pack_hook: Any) -> str:
     """Who a pack hook belongs to, by name."""
+    if compiled.is_ours(pack_hook):
+        return "another session of fp8hooks"
     function = getattr(pack_hook, "__func__", pack_hook)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{getattr(function, '__module__', '?')}.{name.split('.')[0]}"

@@ -182,3 +182,13 @@ def test_overlapping_and_empty_tensors_have_no_geometry() -> None:
     overlapping = torch.randn(32).unfold(0, 8, 2)
     assert geometry(overlapping.shape, overlapping.stride()) is None
     assert geometry((0, 3), (3, 1)) is None
+
+
+def test_a_finer_format_serves_where_a_coarser_one_is_asked_for() -> None:
+    """tanh's result is INT10, and the input of batch_norm INT8: both together are more than bfloat16."""
+    x = torch.randn(64, 128, dtype=torch.bfloat16, requires_grad=True)
+    session = fp8hooks.compress()
+    with session:
+        y = torch.nn.functional.batch_norm(torch.tanh(x), None, None, training=True)
+    assert y is not None
+    assert session.stats.stored_bytes < 1.4 * x.numel()
