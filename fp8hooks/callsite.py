@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
+from fp8hooks import dynamo
+
 
 class Call(NamedTuple):
     """One call of a torch function, while it runs."""
@@ -79,6 +81,7 @@ class Tracker(TorchFunctionMode):
             self.call = outer
 
 
+dynamo.skip(Tracker.__torch_function__, callees=False)
 _MODE_CODE = Tracker.__torch_function__.__code__
 _APPLY_CODE = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _MODULE_CODE = nn.Module._call_impl.__code__

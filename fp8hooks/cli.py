@@ -11,7 +11,7 @@ from rich.console import Console
 
 import fp8hooks
 from fp8hooks import audit_command
-from fp8hooks.bench import convergence, host, kernels, numerics, step
+from fp8hooks.bench import compile, convergence, host, kernels, numerics, step
 from fp8hooks.demo import main as demo
 
 
@@ -35,9 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add(bench, "kernels", "the speed of encoding and decoding", kernels.add_arguments, kernels.run)
     _add(bench, "host", "what a save costs the host", host.add_arguments, host.run)
     _add(bench, "step", "time and memory of a whole step", step.add_arguments, step.run)
+    _add(bench, "compile", "the same of a compiled model", compile.add_arguments, compile.run)
     options = parser.parse_args(arguments)
     try:
-        options.run(options, Console())
+        # Piped, tables keep a width that they can be read in.
+        options.run(options, Console(width=None if sys.stdout.isatty() else 120))
     except ValueError as error:
         options.parser.error(str(error))
     except KeyboardInterrupt:

@@ -21,7 +21,7 @@ import torch
 import torch._functorch.config as _functorch_config
 from torch import Tensor, fx, nn
 
-from fp8hooks import codecs, graphs
+from fp8hooks import codecs, dynamo, graphs
 from fp8hooks.codecs import operators
 from fp8hooks.config import CompressConfig
 from fp8hooks.policy import Policy
@@ -196,6 +196,9 @@ def _call_unpack(hook: fx.GraphModule, saved: Any) -> Tensor:
     if isinstance(saved, Exact | Packed | Wrapped):
         return saved.unpack()
     return hook.forward(saved)
+
+
+dynamo.skip(_call_pack, _call_unpack)
 
 
 def _hook(function: Callable[..., Any], key: str, call: Callable[..., Any]) -> fx.GraphModule:

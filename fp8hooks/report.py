@@ -64,6 +64,9 @@ class Report:
         if stats.not_freed:
             ops = ", ".join(f"{op} {format_bytes(nbytes)}" for op, nbytes in sorted(stats.not_freed.items()))
             yield f"Compressed, but still held by somebody else when the session closed, by op: {ops}."
+        outside = sum(bucket.stored_bytes for op, bucket in stats.by_op.items() if "CompiledFunction" in op)
+        if outside:
+            yield f"Saved exactly by compiled graphs that could not take the hooks in: {format_bytes(outside)}."
         yield from stats.notes
 
     def _rows(self) -> Iterable[tuple[list[str], Bucket]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8hooks import callsite, compiled
+from fp8hooks import callsite, compiled, dynamo
 from fp8hooks.config import CompressConfig, check_fields
 from fp8hooks.packer import Packer, Recipes
 from fp8hooks.planner import Plan
@@ -154,6 +154,9 @@ class Session:
             )
 
 
+dynamo.skip(compress, Session.__enter__, Session.__exit__)
+
+
 class _Context:
     """One entry of a session on one thread: the hooks, and what must not outlive it."""
 
@@ -161,6 +164,8 @@ class _Context:
         self.packer = packer
         self._hooks = hooks
         self._tracker = callsite.Tracker(_look_for_other_hooks(hooks.pack, ledger))
+        self._ledger = ledger
+        self._cache_hits = dynamo.cache_hits()
         self._installed = contextlib.ExitStack()
 
     def install(self) -> None:
@@ -169,6 +174,7 @@ class _Context:
             # Where nothing is recorded nothing is saved, and no operation need be watched. (What is saved where it is
             # switched on again in there is told from the call stack alone.)
             if torch.is_grad_enabled():
+                dynamo.hide(callsite.Tracker)
                 stack.enter_context(self._tracker)
             stack.enter_context(compiled.installed(self._hooks, self))
             self._installed = stack.pop_all()
@@ -179,6 +185,12 @@ class _Context:
             self._installed.close()
         finally:
             self.packer.close()
+        found = dynamo.cache_hits() - self._cache_hits
+        if found:
+            self._ledger.note(
+                f"Graphs that came compiled from torch.compile's cache: {found}. What they save is as compressed as "
+                "when they were made, and not counted here."
+            )
 
     def pack(self, tensor: Tensor, frame: types.FrameType) -> Saved:
         """Keep a tensor that is saved by what runs in a frame."""
@@ -200,6 +212,7 @@ def _look_for_other_hooks(pack: Any, ledger: Ledger) -> Callable[[], None]:
                 "what was saved there is neither compressed nor counted."
             )
 
+    dynamo.skip(look)
     return look
 
 

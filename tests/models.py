@@ -14,6 +14,17 @@ def mlp(width: int = 64) -> nn.Module:
     return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.LayerNorm(4 * width), nn.Linear(4 * width, width))
 
 
+class Block(nn.Module):
+    """An `mlp` with a residual: a module of our own, since torch's are not compiled by their `compile` method."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.mlp = mlp(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x)
+
+
 def encoder(width: int = 64) -> nn.Module:
     layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True)
     return nn.TransformerEncoder(layer, 2)

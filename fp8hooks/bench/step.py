@@ -10,13 +10,12 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fp8hooks
 from fp8hooks.bench.llama import SHAPES, Llama
-from fp8hooks.bench.steps import Result, Way, measure
+from fp8hooks.bench.steps import Way, measure, table
 from fp8hooks.devices import find_device, name_of
 
 
@@ -37,7 +36,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     model = Llama(SHAPES[options.shape], device, torch.bfloat16)
     results = measure(model, ways(model), options.repeats)
     title = f"forward and backward, {options.shape}, bfloat16, {name_of(device)}, torch {torch.__version__}"
-    console.print(table(title, results))
+    console.print(table(title, results, {"fp8hooks, CUDA graph": "plain, CUDA graph"}))
     if options.out:
         Path(options.out).write_text(json.dumps({name: asdict(result) for name, result in results.items()}, indent=1))
 
@@ -60,27 +59,3 @@ def ways(model: Llama) -> dict[str, Way]:
 def forward_recomputing(model: Llama, x: Tensor) -> Tensor:
     """The model's forward with each layer checkpointed."""
     return model(x, run=functools.partial(checkpoint, use_reentrant=False))
-
-
-def table(title: str, results: dict[str, Result]) -> Table:
-    """A row for each way, ratios to the first."""
-    first = next(iter(results.values()))
-    found = Table(title=title)
-    for column in ("", "step ms", "of plain", "held GiB", "of plain ", "peak GiB", "gradient error"):
-        found.add_column(column, justify="right" if column else "left")
-    for name, result in results.items():
-        plain = results[PLAIN_OF.get(name, next(iter(results)))]
-        found.add_row(
-            name,
-            f"{result.milliseconds:.2f}",
-            f"{result.milliseconds / plain.milliseconds:.3f}",
-            f"{result.held / 2**30:.2f}",
-            f"{result.held / first.held:.3f}",
-            f"{result.peak / 2**30:.2f}",
-            f"{result.error:.4f}",
-        )
-    return found
-
-
-#: What a way is compared with, if not with the first.
-PLAIN_OF = {"fp8hooks, CUDA graph": "plain, CUDA graph"}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor, nn
 
 from fp8hooks import gradients
@@ -133,3 +135,23 @@ class _Step:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def table(title: str, results: dict[str, Result], plain_of: Mapping[str, str] = MappingProxyType({})) -> Table:
+    """A row for each way, ratios to the first; those of time to another where `plain_of` names one."""
+    first = next(iter(results.values()))
+    found = Table(title=title)
+    for column in ("", "step ms", "of plain", "held GiB", "of plain ", "peak GiB", "gradient error"):
+        found.add_column(column, justify="right" if column else "left")
+    for name, result in results.items():
+        plain = results[plain_of[name]] if name in plain_of else first
+        found.add_row(
+            name,
+            f"{result.milliseconds:.2f}",
+            f"{result.milliseconds / plain.milliseconds:.3f}",
+            f"{result.held / 2**30:.2f}",
+            f"{result.held / first.held:.3f}",
+            f"{result.peak / 2**30:.2f}",
+            f"{result.error:.4f}",
+        )
+    return found

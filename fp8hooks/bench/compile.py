@@ -1,0 +1,121 @@
+"""`fp8hooks bench compile`: steps of a Llama whose layers are compiled, beside what compilers do against memory."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config
+from rich.console import Console
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import fp8hooks
+from fp8hooks.bench.llama import SHAPES, Llama
+from fp8hooks.bench.steps import Way, measure, table
+from fp8hooks.devices import find_device, name_of
+
+Backend = Callable[[torch.fx.GraphModule, list[Any]], Any]
+
+#: Inductor's own pass: every saved tensor of 1 MiB or more as E4M3 with a scale a row.
+_QUANTIZE = {
+    "post_grad_fusion_options": {
+        "activation_quantization_aten_pass": {
+            "quant_type": "torch.float8_e4m3fn",
+            "size_in_mb": 1,
+            "use_scaling": True,
+            "exclude_primals": False,
+            "allowed_dtypes": "torch.bfloat16;torch.float32",
+        }
+    }
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this bench."""
+    parser.add_argument("--shape", default="llama", choices=SHAPES, help="of the layers (default %(default)s)")
+    parser.add_argument("--vocab", type=int, default=128256, help="of the logits; 0 for none (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=15, help="times to measure (default %(default)s)")
+    parser.add_argument("--device", default="cuda", help="cuda, cpu, ... (default %(default)s)")
+    parser.add_argument("--out", metavar="JSON", help="write the figures to this file too")
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    """Measure and print."""
+    if options.repeats < 1:
+        raise ValueError(f"--repeats: {options.repeats} given, 1 or more allowed")
+    if options.vocab < 0:
+        raise ValueError(f"--vocab: {options.vocab} given, 0 or more allowed")
+    device = find_device(options.device)
+    torch.manual_seed(0)
+    shape = dataclasses.replace(SHAPES[options.shape], vocabulary=options.vocab)
+    model = Llama(shape, device, torch.bfloat16)
+    torch._dynamo.reset()
+    # A layer's code is compiled once a way; Dynamo keeps eight versions of it otherwise.
+    with torch._dynamo.config.patch(recompile_limit=32):
+        results = measure(model, ways(model), options.repeats)
+    vocabulary = f", {options.vocab} logits" if options.vocab else ""
+    title = (
+        f"forward and backward, {options.shape}{vocabulary}, each layer compiled, bfloat16, "
+        f"{name_of(device)}, torch {torch.__version__}"
+    )
+    console.print(table(title, results))
+    if options.out:
+        found = {name: dataclasses.asdict(result) for name, result in results.items()}
+        Path(options.out).write_text(json.dumps(found, indent=1))
+
+
+def ways(model: Llama) -> dict[str, Way]:
+    """As it is, with us, and what else gives memory back. The first is what the others are compared with."""
+    session = fp8hooks.compress()
+    half = _backend(activation_memory_budget=0.5)
+    plain = _compiled(model, _backend())
+    return {
+        "compiled": Way(_forward(model, plain)),
+        "eager": Way(model),
+        "compiled, checkpoint each layer": Way(_forward(model, plain, recompute=True)),
+        "compiled, activation_memory_budget=0.5": Way(_forward(model, _compiled(model, half))),
+        "the same, 0.25": Way(_forward(model, _compiled(model, _backend(activation_memory_budget=0.25)))),
+        "compiled, Inductor's quantization (E4M3)": Way(_forward(model, _compiled(model, _backend(_QUANTIZE)))),
+        "compiled, fp8hooks": Way(_forward(model, plain), lambda: session),
+        "activation_memory_budget=0.5 and fp8hooks": Way(_forward(model, _compiled(model, half)), lambda: session),
+    }
+
+
+def _backend(inductor: dict[str, Any] | None = None, **functorch: Any) -> Backend:
+    """Inductor under other settings. Dynamo tells what it compiled for one backend from what it did for another."""
+
+    def compile_graph(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        from torch._inductor import config as inductor_config
+        from torch._inductor.compile_fx import compile_fx
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch._functorch.config.patch(**functorch) if functorch else contextlib.nullcontext())
+            stack.enter_context(inductor_config.patch(inductor) if inductor else contextlib.nullcontext())
+            return compile_fx(module, inputs)
+
+    return compile_graph
+
+
+def _compiled(model: Llama, backend: Backend) -> dict[Any, Callable[..., Tensor]]:
+    return {layer: torch.compile(layer, backend=backend, fullgraph=True) for layer in model.layers}
+
+
+def _forward(
+    model: Llama, layers: dict[Any, Callable[..., Tensor]], recompute: bool = False
+) -> Callable[[Tensor], Tensor]:
+    """The model's forward, with its layers replaced, and each checkpointed on request."""
+
+    def run(layer: Any, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        if recompute:
+            return checkpoint(layers[layer], x, angles, use_reentrant=False)
+        return layers[layer](x, angles)
+
+    return functools.partial(model, run=run)
