@@ -70,6 +70,31 @@ def test_kernels_measures_both_ways_on_any_device(capsys, tmp_path) -> None:
     assert "square8" in capsys.readouterr().out
 
 
+def test_step_measures_every_way(capsys, tmp_path) -> None:
+    out = tmp_path / "step.json"
+    arguments = ["--shape", "tiny", "--device", "cpu", "--repeats", "1", "--out", str(out)]
+    assert cli.main(["bench", "step", *arguments]) == 0
+    results = json.loads(out.read_text())
+    assert list(results) == ["plain", "checkpoint each layer", "fp8hooks"]
+    assert all(result["milliseconds"] > 0 for result in results.values())
+    assert results["plain"]["error"] == 0
+    assert 0 < results["fp8hooks"]["error"] < 0.05
+    assert "of plain" in capsys.readouterr().out
+
+
+def test_compile_measures_the_ways_asked_for(capsys, tmp_path) -> None:
+    out = tmp_path / "compile.json"
+    arguments = ["--shape", "tiny", "--vocab", "64", "--device", "cpu", "--repeats", "1", "--out", str(out)]
+    assert cli.main(["bench", "compile", *arguments, "--only", "compiled, fp8hooks", "quantization"]) == 0
+    results = json.loads(out.read_text())
+    assert list(results) == ["compiled", "compiled, Inductor's quantization (E4M3)", "compiled, fp8hooks"]
+    assert results["compiled"]["error"] == 0
+    assert 0 < results["compiled, fp8hooks"]["error"] < 0.05
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "compile", *arguments, "--only", "sorcery"])
+    assert "--only: 'sorcery' given" in capsys.readouterr().err
+
+
 def test_bad_options(capsys) -> None:
     for arguments, words in ((["--steps", "0"], "--steps"), (["--device", "abacus"], "no device 'abacus'")):
         with pytest.raises(SystemExit) as stop:

@@ -42,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this bench."""
     parser.add_argument("--shape", default="llama", choices=SHAPES, help="of the layers (default %(default)s)")
     parser.add_argument("--vocab", type=int, default=128256, help="of the logits; 0 for none (default %(default)s)")
+    parser.add_argument(
+        "--only", nargs="+", metavar="WAY", help="besides the first, ways whose names have one of these"
+    )
     parser.add_argument("--repeats", type=int, default=15, help="times to measure (default %(default)s)")
     parser.add_argument("--device", default="cuda", help="cuda, cpu, ... (default %(default)s)")
     parser.add_argument("--out", metavar="JSON", help="write the figures to this file too")
@@ -60,7 +63,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     torch._dynamo.reset()
     # A layer's code is compiled once a way; Dynamo keeps eight versions of it otherwise.
     with torch._dynamo.config.patch(recompile_limit=32):
-        results = measure(model, ways(model), options.repeats)
+        results = measure(model, _chosen(ways(model), options.only), options.repeats)
     vocabulary = f", {options.vocab} logits" if options.vocab else ""
     title = (
         f"forward and backward, {options.shape}{vocabulary}, each layer compiled, bfloat16, "
@@ -87,6 +90,18 @@ def ways(model: Llama) -> dict[str, Way]:
         "compiled, fp8hooks": Way(_forward(model, plain), lambda: session),
         "activation_memory_budget=0.5 and fp8hooks": Way(_forward(model, _compiled(model, half)), lambda: session),
     }
+
+
+def _chosen(found: dict[str, Way], parts: list[str] | None) -> dict[str, Way]:
+    """The first way, and those whose names have one of the parts in them; all without any."""
+    if not parts:
+        return found
+    first = next(iter(found))
+    chosen = {name: way for name, way in found.items() if name == first or any(part in name for part in parts)}
+    for part in parts:
+        if not any(part in name for name in chosen):
+            raise ValueError(f"--only: {part!r} given, parts of {', '.join(map(repr, found))} allowed")
+    return chosen
 
 
 def _backend(inductor: dict[str, Any] | None = None, **functorch: Any) -> Backend:
