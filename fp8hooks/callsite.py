@@ -25,7 +25,7 @@ from fp8hooks import dynamo
 
 
 class Call(NamedTuple):
-    """One call of a torch function, while it runs."""
+    """One call of a torch function, or of a custom `autograd.Function` (its class), while it runs."""
 
     func: Any
     args: tuple[Any, ...]
@@ -87,8 +87,21 @@ _APPLY_CODE = torch.autograd.Function.apply.__func__.__code__  # type: ignore[at
 _MODULE_CODE = nn.Module._call_impl.__code__
 
 
+def call_at(call: Call | None, frame: types.FrameType) -> Call | None:
+    """The call that saves: of the custom `autograd.Function` that runs in a frame, or else `call`.
+
+    Args:
+        call: the torch function that runs, if known.
+        frame: the frame that was executing when the pack hook was called.
+    """
+    if frame.f_code is not _APPLY_CODE:
+        return call
+    variables = frame.f_locals
+    return _new_call((variables["cls"], variables["args"], variables["kwargs"]))
+
+
 _ops: dict[tuple[Any, types.CodeType, int], Op] = {}
-# Code that is made anew for each step (exec, notebooks' cells) must not fill the memory.
+# Code and classes that are made anew for each step (exec, notebooks' cells) must not fill the memory.
 _MOST_OPS = 1 << 16
 
 
@@ -96,7 +109,7 @@ def op_at(call: Call | None, frame: types.FrameType) -> Op:
     """The operation that saves.
 
     Args:
-        call: the torch function that runs, if known.
+        call: as `call_at` gives it.
         frame: the frame that was executing when the pack hook was called.
     """
     key = (None if call is None else call.func, frame.f_code, frame.f_lasti)
@@ -106,16 +119,15 @@ def op_at(call: Call | None, frame: types.FrameType) -> Op:
         return _find_op(call, frame)
     if op is None:
         op = _find_op(call, frame)
-        if frame.f_code is not _APPLY_CODE:  # all custom functions share that frame's code
-            if len(_ops) >= _MOST_OPS:
-                _ops.clear()
-            _ops[key] = op
+        if len(_ops) >= _MOST_OPS:
+            _ops.clear()
+        _ops[key] = op
     return op
 
 
 def _find_op(call: Call | None, frame: types.FrameType) -> Op:
-    if frame.f_code is _APPLY_CODE:
-        return Op(f"Function.{frame.f_locals['cls'].__name__}", True)
+    if call is not None and frame.f_code is _APPLY_CODE:
+        return Op(f"Function.{call.func.__name__}", True)
     if call is None:
         # Another library's function may have a name like one of torch's.
         found = _called_at(frame)

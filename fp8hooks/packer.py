@@ -13,7 +13,7 @@ from fp8hooks.callsite import Call, Op
 from fp8hooks.codecs import Codec, Coder, Payload, philox
 from fp8hooks.config import CompressConfig
 from fp8hooks.identity import Geometry
-from fp8hooks.integrations import distributed
+from fp8hooks.integrations import distributed, transformer_engine
 from fp8hooks.planner import Plan, Recorder, Save
 from fp8hooks.policy import Policy
 from fp8hooks.saved import Exact, Packed, Saved, Shared, Site, Wrapped, keep_exact
@@ -40,7 +40,7 @@ class Recipe:
         self.codec = codec
         self.shape = shape
         self.signs_suffice = signs_suffice
-        self.shares = not site.op.startswith(("Function.", "ops.", "unknown"))
+        self.shares = not site.op.startswith(("Function.", "te.", "ops.", "unknown"))
         self.coder: Coder | None = None
         self.exact_row = (site, codecs.EXACT)
         self.row = self.exact_row if codec is None else (site, codec.name)
@@ -153,7 +153,7 @@ class Packer:
         return self._keep_whole(tensor, Site(module, op.name, "activation"))
 
     def _save(self, tensor: Tensor, op: Op, call: Call | None, module: str) -> Exact | Packed:
-        role = roles.role_of(tensor, op, call)
+        op, role = _saver(tensor, op, call)
         recipe = self._recipes.of(tensor, op, role, module)
         storage = tensor.untyped_storage()
         address = self._storages.address(storage)
@@ -287,6 +287,15 @@ class Packer:
         row[2] += stored_bytes
         row[3] += elements
         return row
+
+
+def _saver(tensor: Tensor, op: Op, call: Call | None) -> tuple[Op, str]:
+    """Who saves a tensor, down to the part of a fused function where that is known, and as what."""
+    if call is not None and op.name in transformer_engine.FUNCTIONS:
+        part = transformer_engine.part_of(tensor, call)
+        if part is not None:
+            return Op(part.op, True), part.role
+    return op, roles.role_of(tensor, op, call)
 
 
 def _count_user(payload: Payload) -> None:

@@ -63,6 +63,9 @@ DEFAULT: tuple[Rule, ...] = (
     # INT8 takes the offset off first. (rms_norm takes no mean away, and so has nothing that cancels.)
     *(Rule("int8", op=op) for op in ("layer_norm", "batch_norm", "group_norm", "instance_norm")),
     *(Rule("int8", op=f"Function.*{kind}Norm*") for kind in ("Layer", "Batch", "Group")),
+    Rule("int8", op="te.*.layer_norm"),
+    # Either that or a product's input, which INT8 is too coarse for (see the end): two bits more serve both.
+    Rule("int10", op="te.*.layer_norm_or_linear"),
     # Backward takes 1 - y**2 or y (1 - y) of the result, which near 1 is all rounding: E4M3 makes 0.97 a 1. A saturated
     # RNN's gradient was 0.36 off with INT8, 0.07 with two bits more.
     *(Rule("int10", op=op) for op in ("tanh", "sigmoid", "lstm", "gru", "rnn_tanh")),

@@ -141,7 +141,7 @@ def _place(tensor: Tensor, call: Call) -> tuple[int | str | None, int, bool]:
                 continue
             if address == -1:
                 address = tensor.untyped_storage()._cdata
-            if _address(operand) == address:
+            if address_of(operand) == address:
                 position = at
                 continue
         if kind is nn.Parameter and _copies(tensor, operand):
@@ -158,14 +158,15 @@ def _place_among_all(tensor: Tensor, call: Call) -> tuple[int | str | None, int,
     address = tensor.untyped_storage()._cdata
     for at, operand in tensors_of(call):
         largest = max(largest, operand.numel())
-        if position is None and (operand is tensor or _address(operand) == address):
+        if position is None and (operand is tensor or address_of(operand) == address):
             position = at
         elif type(operand) is nn.Parameter and _copies(tensor, operand):
             return at, largest, True
     return position, largest, False
 
 
-def _address(tensor: Tensor) -> int | None:
+def address_of(tensor: Tensor) -> int | None:
+    """The address of a tensor's storage object; None if it has none."""
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # sparse, or another tensor without storage
@@ -202,9 +203,12 @@ def _tensors_in(position: int | str, value: Any) -> Iterator[tuple[int | str, Te
 
 
 def _elementwise_role(tensor: Tensor, op: Op, call: Call | None, position: int | str | None, largest: int) -> str:
-    if tensor.numel() * _SMALL <= largest or (tensor.dim() > 0 and tensor.shape[-1] == 1):
-        return "statistic"
-    return "activation"
+    return "statistic" if is_statistic(tensor, largest) else "activation"
+
+
+def is_statistic(tensor: Tensor, largest: int) -> bool:
+    """Whether a tensor is so much smaller than the largest operand, or a number a row, that it sums something up."""
+    return tensor.numel() * _SMALL <= largest or (tensor.dim() > 0 and tensor.shape[-1] == 1)
 
 
 def _contraction_role(tensor: Tensor, op: Op, call: Call | None, position: int | str | None, largest: int) -> str:

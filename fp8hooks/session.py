@@ -194,7 +194,7 @@ class _Context:
 
     def pack(self, tensor: Tensor, frame: types.FrameType) -> Saved:
         """Keep a tensor that is saved by what runs in a frame."""
-        call = self._tracker.call
+        call = callsite.call_at(self._tracker.call, frame)
         return self.packer.save(tensor, callsite.op_at(call, frame), call, callsite.module_path(frame))
 
 
