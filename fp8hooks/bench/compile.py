@@ -63,7 +63,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     torch._dynamo.reset()
     # A layer's code is compiled once a way; Dynamo keeps eight versions of it otherwise.
     with torch._dynamo.config.patch(recompile_limit=32):
-        results = measure(model, _chosen(ways(model), options.only), options.repeats)
+        results = measure(model, model.inputs(), _chosen(ways(model), options.only), options.repeats)
     vocabulary = f", {options.vocab} logits" if options.vocab else ""
     title = (
         f"forward and backward, {options.shape}{vocabulary}, each layer compiled, bfloat16, "

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     device = find_device(options.device)
     torch.manual_seed(0)
     model = Llama(SHAPES[options.shape], device, torch.bfloat16)
-    results = measure(model, ways(model), options.repeats)
+    results = measure(model, model.inputs(), ways(model), options.repeats)
     title = f"forward and backward, {options.shape}, bfloat16, {name_of(device)}, torch {torch.__version__}"
     console.print(table(title, results, {"fp8hooks, CUDA graph": "plain, CUDA graph"}))
     if options.out:

@@ -16,7 +16,6 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from fp8hooks import gradients
-from fp8hooks.bench.llama import Llama
 
 
 @dataclass
@@ -51,9 +50,13 @@ class Result:
     error: float
 
 
-def measure(model: Llama, ways: dict[str, Way], repeats: int) -> dict[str, Result]:
-    """Each way's figures; times are taken by turns, so that a slow moment does not fall on one of them."""
-    inputs = model.inputs()
+def measure(model: nn.Module, inputs: tuple[Tensor, Tensor], ways: dict[str, Way], repeats: int) -> dict[str, Result]:
+    """Each way's figures; times are taken by turns, so that a slow moment does not fall on one of them.
+
+    Args:
+        inputs: what forward takes, and a gradient for what it gives.
+        repeats: times to measure.
+    """
     memory, errors = {}, {}
     exact: dict[str, Tensor] = {}
     steps = {}

@@ -64,7 +64,7 @@ def train(setup: Setup, session: fp8hooks.Session | None, progress: Progress) ->
     torch.manual_seed(setup.seed)
     model = ByteModel(setup.size).to(setup.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=setup.learning_rate, weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(_rate, steps=setup.steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(rate, steps=setup.steps))
     batches = setup.batches()
     run, times, errors = Run(), [], []
     for step in range(setup.steps):
@@ -91,7 +91,7 @@ def train(setup: Setup, session: fp8hooks.Session | None, progress: Progress) ->
     return run
 
 
-def _rate(step: int, steps: int) -> float:
+def rate(step: int, steps: int) -> float:
     """Learning rate as a share of its peak: a linear warm-up, a plateau, and over the last 40 % down to zero.
 
     The decay takes the noise of single batches out of the final weights, and so out of the comparison.
