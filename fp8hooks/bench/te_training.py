@@ -1,4 +1,4 @@
-"""`fp8hooks bench te-training`: a language model of TransformerEngine's layers, trained in FP8 on real text three ways."""
+"""`fp8hooks bench te-training`: a language model of TransformerEngine's layers, trained in FP8 on text three ways."""
 
 from __future__ import annotations
 
