@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
@@ -101,6 +102,15 @@ def test_bad_options(capsys) -> None:
             cli.main(["bench", "numerics", *arguments])
         assert stop.value.code == 2
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="TransformerEngine is installed")
+@pytest.mark.parametrize("bench", ["te", "te-training"])
+def test_benches_of_transformer_engine_say_how_to_install_it(capsys, bench) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", bench])
+    assert stop.value.code == 2
+    assert "pip install --no-build-isolation 'fp8hooks[te]'" in capsys.readouterr().err
 
 
 def test_host_measures_every_context(capsys, tmp_path) -> None:
