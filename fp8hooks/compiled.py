@@ -105,7 +105,18 @@ class Hooks:
 
 
 # Codecs by how much of a tensor they keep: where its users differ, the first of theirs is taken.
-_CARE = (codecs.EXACT, *codecs.LOSSLESS, "int10", "cubic8", "int8", "square8", "fp8_e3m4", "fp8_e4m3", "fp8_e5m2")
+_CARE = (
+    codecs.EXACT,
+    *codecs.LOSSLESS,
+    "int10",
+    "cubic8",
+    "int8",
+    "square8",
+    "fp8_e3m4",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "int4",
+)
 
 
 _all: dict[CompressConfig, Hooks] = {}

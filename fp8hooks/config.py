@@ -35,8 +35,8 @@ class Rule:
 
     Attributes:
         codec: name of a codec: `exact`; for float32, bfloat16 and float16 `square8`, `fp8_e4m3`, `fp8_e3m4`,
-            `fp8_e5m2`, `int8`, `int10`, `cubic8`; without loss, `bits` (bool, and floats of two values one of which
-            is 0) and `narrow` (int64, int32).
+            `fp8_e5m2`, `int8`, `int10`, `int4`, `cubic8`; without loss, `bits` (bool, and floats of two values one of
+            which is 0) and `narrow` (int64, int32).
         module: glob pattern for the path of the module that saves, as in `named_modules()`: `"layers.*.mlp"`.
         op: glob pattern for the operation: `"linear"`, `"scaled_dot_product_*"`; a custom `autograd.Function` is
             `"Function.<its class>"`.
@@ -74,7 +74,8 @@ class CompressConfig:
         min_numel: tensors of fewer elements stay exact; 1024 by default.
         rules: `Rule`s, tried in order before the default policy.
         stochastic_rounding: whether lossy codecs round up or down at random, so that the mean is right, in place of
-            to the nearest (default): unbiased over many steps, but with some twice the error in each.
+            to the nearest (default): unbiased over many steps, but with some twice the error in each. `int4` always
+            does, but in compiled graphs.
         seed: of stochastic rounding: the same seed gives the same bytes in the same step.
         offload: False; payloads stay on the device of the tensor they stand for.
 

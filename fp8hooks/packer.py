@@ -130,7 +130,8 @@ class Packer:
         self._signs: dict[Any, _Signs] = {}
         self._overlap = overlap.Encoder()
         self._trace = overlap.Trace(recipes.order)
-        self._keys = philox.Keys(config.seed, ledger.steps, ledger.contexts) if config.stochastic_rounding else None
+        self._keys = philox.Keys(config.seed, ledger.steps, ledger.contexts)
+        self._stochastic = config.stochastic_rounding
 
     def close(self) -> None:
         """Say what compressing did not free, and forget all that is weakly held."""
@@ -239,7 +240,8 @@ class Packer:
         assert recipe.codec is not None
         assert recipe.shape is not None
         core = identity.core_of(tensor, recipe.shape)
-        payload = recipe.codec.encode(core, limit, None if self._keys is None else self._keys.next())
+        stochastic = self._stochastic or recipe.codec.name in codecs.ALWAYS_STOCHASTIC
+        payload = recipe.codec.encode(core, limit, self._keys.next() if stochastic else None)
         if payload is not None:
             recipe.coder = payload.coder
         return payload

@@ -55,7 +55,9 @@ def test_non_finite_elements_come_back_and_leave_their_neighbours_alone(
     least = torch.tensor(torch.finfo(tensor.dtype).tiny, dtype=tensor.dtype)
     tame = torch.where(wild, torch.where(tensor.isnan(), 0, torch.copysign(least, tensor)), tensor)
     error = (decoded.double() - tensor.double()).abs()[~wild]
-    allowed = codecs.get(name, block_size).error_bound(tame) + rounding(decoded)
+    # INT4's steps are wider in a block with infinities or NaN: 6 in place of 7 for the largest element.
+    bound = codecs.get(name, block_size).error_bound(tensor if name == "int4" else tame)
+    allowed = bound + rounding(decoded)
     assert (error <= allowed[~wild]).all()
 
 

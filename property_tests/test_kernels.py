@@ -62,7 +62,7 @@ def test_encode_writes_the_reference_bytes(
     got = torch.full_like(want, 0xAA).to(DEVICE)
     offset = codec.scales_offset(tensor.numel())
     got[codec.code_bytes(tensor.numel()) : offset] = 0
-    assert run(name, "encode", tensor.to(DEVICE), got, block_size, offset, seed, **options)
+    assert run(name, "encode", tensor.to(DEVICE), got, codec.block_size, offset, seed, **options)
     assert torch.equal(got.cpu(), want)
 
 
@@ -75,7 +75,7 @@ def test_decode_gives_the_reference_values(name: str, options: dict, tensor: Ten
     payload = codec.encode_reference(tensor)
     out = torch.full((tensor.numel(),), 77.0, dtype=tensor.dtype, device=DEVICE)
     offset = codec.scales_offset(tensor.numel())
-    assert run(name, "decode", payload.buffer.to(DEVICE), out, block_size, offset, **options)
+    assert run(name, "decode", payload.buffer.to(DEVICE), out, codec.block_size, offset, **options)
     assert same(out.cpu(), codec.decode_reference(payload))
 
 

@@ -73,6 +73,27 @@ def test_stochastic_rounding_is_seeded_and_differs_from_step_to_step() -> None:
     assert 0 < (first[0] - want).norm() < 0.05 * want.norm()
 
 
+def test_int4_always_rounds_stochastically() -> None:
+    """To the nearest of so few codes a gradient would be off the same way in every step."""
+    x = torch.rand(64, 64).add_(0.5).requires_grad_()
+    session = fp8hooks.compress(format="int4")
+
+    def grad() -> torch.Tensor:
+        x.grad = None
+        with session:
+            loss = (x * 1).square().sum()
+        loss.backward()
+        return x.grad
+
+    grads = torch.stack([grad() for _ in range(200)])
+    want = 2 * x.detach()
+    assert session.stats.by_codec["int4"].stored_bytes * 6 < want.nbytes
+    assert not torch.equal(grads[0], grads[1])
+    one, mean = ((found - want).norm() / want.norm() for found in (grads[0], grads.mean(0)))
+    assert 0.005 < one < 0.2
+    assert mean < one / 8
+
+
 @pytest.mark.parametrize("asked", [0.0, 0.3, 0.6])
 def test_the_knob_gives_back_what_was_asked(asked) -> None:
     model, x = nn.Sequential(*[models.mlp() for _ in range(4)]), torch.randn(64, 64)

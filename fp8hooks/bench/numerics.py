@@ -25,7 +25,7 @@ from fp8hooks.devices import find_device
 #: What is compared, by name: settings of `compress`.
 SETTINGS: dict[str, dict[str, object]] = {
     "policy": {},
-    **{f"policy, {name} activations": {"format": name} for name in ("fp8_e4m3", "fp8_e3m4", "int8")},
+    **{f"policy, {name} activations": {"format": name} for name in ("fp8_e4m3", "fp8_e3m4", "int8", "int4")},
     "uniform fp8_e4m3": {"rules": [Rule("fp8_e4m3")], "min_numel": 0},
     "uniform int8": {"rules": [Rule("int8")], "min_numel": 0},
 }

@@ -12,12 +12,14 @@ from fp8hooks.codecs.cubic8 import Cubic8
 from fp8hooks.codecs.fp8_e3m4 import Fp8E3M4
 from fp8hooks.codecs.fp8_e4m3 import Fp8E4M3
 from fp8hooks.codecs.fp8_e5m2 import Fp8E5M2
+from fp8hooks.codecs.int4 import Int4
 from fp8hooks.codecs.int8 import Int8
 from fp8hooks.codecs.int10 import Int10
 from fp8hooks.codecs.narrow import Narrow
 from fp8hooks.codecs.square8 import Square8
 
 __all__ = [
+    "ALWAYS_STOCHASTIC",
     "EXACT",
     "FLOATS",
     "LOSSLESS",
@@ -36,7 +38,7 @@ __all__ = [
 EXACT = "exact"
 
 _LOSSY: dict[str, type[BlockCodec]] = {
-    codec.name: codec for codec in (Fp8E4M3, Fp8E3M4, Fp8E5M2, Int8, Int10, Square8, Cubic8)
+    codec.name: codec for codec in (Fp8E4M3, Fp8E3M4, Fp8E5M2, Int8, Int10, Int4, Square8, Cubic8)
 }
 _LOSSLESS: dict[str, type[Bits] | type[Narrow]] = {codec.name: codec for codec in (Bits, Narrow)}
 
@@ -45,6 +47,9 @@ SIGNS = Signs.name
 
 #: Names of the codecs that store an approximation, and of those that do not.
 LOSSY, LOSSLESS = tuple(_LOSSY), tuple(_LOSSLESS)
+
+#: So coarse that rounding to nearest would bias a gradient for good: sessions round these stochastically, asked or not.
+ALWAYS_STOCHASTIC = frozenset({Int4.name})
 
 #: Every name that `Rule.codec` may take.
 NAMES = (EXACT, *LOSSY, *LOSSLESS)

@@ -4,7 +4,8 @@ A block that has elements of both signs, or a zero, is symmetric: codes are mult
 are `-(2**(b-1) - 2)` to `2**(b-1) - 2`; `2**(b-1) - 1` and its negative stand for the infinities, `-2**(b-1)` for NaN.
 A block whose elements all have one sign and are not zero is one-sided: an offset near its smallest magnitude is taken
 off first, so that a common offset costs no precision. Its codes are `2**(b-1)` less than 0 to `2**b - 3` steps from
-the offset, then one for an infinity and one for NaN.
+the offset, then one for an infinity and one for NaN. With few bits the codes for infinities and NaN are dear: a width
+may use them for numbers in blocks that have neither (`plain_levels`).
 
 Scale and offset are bfloat16 bits in one int32: the scale in the lower half, the offset, which has the block's sign,
 in the upper. An offset of 0 marks a symmetric block; the scale's own sign bit, one with infinities or NaN in it.
@@ -45,7 +46,10 @@ class Integers(BlockCodec, abc.ABC):
         self.kernel_settings = (self.bits,)
         #: Half of the number of codes.
         self.shift = 1 << (self.bits - 1)
+        #: Steps that the largest element is from the offset: in symmetric blocks, and in one-sided ones.
         self.levels, self.one_sided_levels = self.shift - 2, 2 * self.shift - 3
+        #: The same in blocks whose elements are all finite.
+        self.plain_levels, self.plain_one_sided_levels = self.levels, self.one_sided_levels
 
     @abc.abstractmethod
     def write_codes(self, steps: Tensor, codes: Tensor) -> None:
@@ -73,9 +77,11 @@ class Integers(BlockCodec, abc.ABC):
         on_cpu = rows.device.type == "cpu"
         finite = on_cpu and bool((low.isfinite() & high.isfinite()).all())
         clean = rows
+        wild_rows = torch.zeros((), dtype=torch.bool, device=rows.device)
         infinite_low = infinite_high = torch.zeros((), dtype=torch.bool, device=rows.device)
         if not finite:
             wild = ~rows.isfinite()
+            wild_rows = wild.any(1)
             infinite_low, infinite_high = (rows == -torch.inf).any(1), (rows == torch.inf).any(1)
             low, high = torch.where(wild, torch.inf, rows).amin(1), torch.where(wild, -torch.inf, rows).amax(1)
             clean = torch.where(wild, 0, rows)
@@ -87,12 +93,22 @@ class Integers(BlockCodec, abc.ABC):
         least = torch.where(one_sided, torch.minimum(low.abs(), high.abs()), 0.0)
         offset_bits = least.view(torch.int32) & -0x10000
         one_sided = offset_bits != 0
-        span = (largest - float_bits(offset_bits)) * choose(one_sided, 1 / self.one_sided_levels, 1 / self.levels)
+        levels = torch.where(
+            one_sided,
+            choose(wild_rows, self.one_sided_levels, self.plain_one_sided_levels),
+            choose(wild_rows, self.levels, self.plain_levels),
+        )
+        shares = torch.where(
+            one_sided,
+            choose(wild_rows, 1 / self.one_sided_levels, 1 / self.plain_one_sided_levels),
+            choose(wild_rows, 1 / self.levels, 1 / self.plain_levels),
+        )
+        span = (largest - float_bits(offset_bits)) * shares
         bits = scale_bits(span)
         sign_bits = torch.where(one_sided & negative, -0x80000000, 0).int()
         scales.copy_(offset_bits | sign_bits | bits)
         if not finite:
-            scales.bitwise_or_(wild.any(1).int() << 15)
+            scales.bitwise_or_(wild_rows.int() << 15)
         offset = float_bits(offset_bits | sign_bits)
         inverse = float_bits(scale_from_bits(bits).reciprocal().view(torch.int32) | sign_bits)
         steps = torch.sub(clean, offset[:, None]).mul_(inverse[:, None])
@@ -103,8 +119,7 @@ class Integers(BlockCodec, abc.ABC):
         if noise is None:
             steps.round_()
         else:
-            levels = choose(one_sided, self.one_sided_levels, self.levels)[:, None]
-            steps = torch.minimum(round_stochastically(steps.abs(), noise), levels).copysign_(steps)
+            steps = torch.minimum(round_stochastically(steps.abs(), noise), levels[:, None]).copysign_(steps)
         if towards_zero is not None:
             steps = torch.where(top[:, None], towards_zero, steps)
         if not on_cpu or not bool(one_sided.all()):
@@ -128,8 +143,9 @@ class Integers(BlockCodec, abc.ABC):
         value.mul_(scale[:, None]).add_(offset[:, None])
         if not finite:
             highest = self.shift - 1
-            infinite = torch.where(one_sided[:, None], steps == highest - 1, steps.abs() == highest)
-            nan = steps == torch.where(one_sided, highest, -self.shift)[:, None]
+            marked = ((scales & 0x8000) != 0)[:, None]
+            infinite = marked & torch.where(one_sided[:, None], steps == highest - 1, steps.abs() == highest)
+            nan = marked & (steps == torch.where(one_sided, highest, -self.shift)[:, None])
             sign = torch.where(one_sided[:, None], offset[:, None], steps.float())
             value = torch.where(infinite, torch.copysign(torch.full_like(value, torch.inf), sign), value)
             value = torch.where(nan, torch.nan, value)

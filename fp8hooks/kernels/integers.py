@@ -32,18 +32,20 @@ def _tame_codes(
     SHIFT: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Codes, scale and offset words of rows that are whole, finite, and far enough from the end of the range."""
+    # Four bits use the codes of infinities and NaN for numbers in rows that have neither.
+    LEVELS: tl.constexpr = SHIFT - 1 if SHIFT == 8 else SHIFT - 2
     negative = high < 0
     largest = tl.maximum(tl.abs(low), tl.abs(high))
     least = tl.where(negative | (low > 0), tl.minimum(tl.abs(low), tl.abs(high)), 0.0)
     offset_bits = least.to(tl.int32, bitcast=True) & -0x10000
     one_sided = offset_bits != 0
     offset = _as_float(offset_bits)
-    scale_bits = bf16_bits_up((largest - offset) * tl.where(one_sided, 1.0 / (2 * SHIFT - 3), 1.0 / (SHIFT - 2)))
+    scale_bits = bf16_bits_up((largest - offset) * tl.where(one_sided, 1.0 / (2 * LEVELS + 1), 1.0 / LEVELS))
     inverse = tl.math.div_rn(1.0, _as_float(scale_bits << 16))
     steps = (tl.abs(x) - offset[:, None]) * inverse[:, None]
     if STOCHASTIC:
         steps = tl.floor(steps + uniform(seed, first_row, BLOCK, ROWS))
-        steps = tl.minimum(steps, tl.where(one_sided, 2.0 * SHIFT - 3, SHIFT - 2.0)[:, None])
+        steps = tl.minimum(steps, tl.where(one_sided, 2.0 * LEVELS + 1, 1.0 * LEVELS)[:, None])
     # In a symmetric row what is not zero takes a step, and has a sign; a one-sided one has neither zeros nor signs.
     steps = tl.maximum(steps, tl.where(one_sided, 0.0, 0.51)[:, None])
     sign = x.to(tl.int32, bitcast=True) & tl.where(one_sided, 0, -0x80000000)[:, None]
@@ -75,14 +77,21 @@ def _wild_codes(
     negative = one_sided & (some_negative != 0)
     largest = _as_float(largest_bits)
     offset = _as_float(offset_bits)
-    scale_bits = bf16_bits_up((largest - offset) * tl.where(one_sided, 1.0 / (2 * SHIFT - 3), 1.0 / (SHIFT - 2)))
+    wild = tl.max((mask & (magnitude >= 0x7F800000)).to(tl.int32), axis=1)
+    if SHIFT == 8:
+        share = tl.where(one_sided, tl.where(wild != 0, 1.0 / 13, 1.0 / 15), tl.where(wild != 0, 1.0 / 6, 1.0 / 7))
+        levels = tl.where(one_sided, tl.where(wild != 0, 13.0, 15.0), tl.where(wild != 0, 6.0, 7.0))
+    else:
+        share = tl.where(one_sided, 1.0 / (2 * SHIFT - 3), 1.0 / (SHIFT - 2))
+        levels = tl.where(one_sided, 2.0 * SHIFT - 3, SHIFT - 2.0)
+    scale_bits = bf16_bits_up((largest - offset) * share)
     inverse = tl.math.div_rn(1.0, _as_float(scale_bits << 16))
     clean = tl.where(finite, magnitude, 0)
     steps = (_as_float(clean) - offset[:, None]) * inverse[:, None]
     steps = tl.where(finite, steps, 0.0)
     if STOCHASTIC:
         rounded = tl.floor(steps + uniform(seed, first_row, BLOCK, ROWS))
-        rounded = tl.minimum(rounded, tl.where(one_sided, 2.0 * SHIFT - 3, SHIFT - 2.0)[:, None])
+        rounded = tl.minimum(rounded, levels[:, None])
     else:
         rounded = (steps + 12582912.0) - 12582912.0
     towards_zero = tl.maximum(steps - 0.015625, 0.0).to(tl.int32)
@@ -93,24 +102,27 @@ def _wild_codes(
     symmetric = tl.where(magnitude > 0x7F800000, -SHIFT, symmetric)
     shifted = tl.where(magnitude == 0x7F800000, SHIFT - 2, code - SHIFT)
     shifted = tl.where(magnitude > 0x7F800000, SHIFT - 1, shifted)
-    wild = tl.max((mask & (magnitude >= 0x7F800000)).to(tl.int32), axis=1)
     word = offset_bits | scale_bits | (wild << 15)
     return tl.where(one_sided[:, None], shifted, symmetric), tl.where(negative, word | -0x80000000, word)
 
 
 @triton.jit
-def _low_places(BLOCK: tl.constexpr):
-    """For codes of 10 bits: which byte holds an element's lower two bits, and from which of its bits, [1, BLOCK]."""
+def _low_places(BLOCK: tl.constexpr, LOW: tl.constexpr):
+    """Which byte holds the lowest LOW bits of an element's code, and from which of its bits, [1, BLOCK].
+
+    Four bytes hold those of 32 / LOW elements, so that a thread has whole words to read and write.
+    """
     columns = tl.arange(0, BLOCK)[None, :]
-    return columns // 16 * 4 + columns % 4, columns % 16 // 4 * 2
+    GROUP: tl.constexpr = 32 // LOW
+    return columns // GROUP * 4 + columns % 4, columns % GROUP // 4 * LOW
 
 
 @triton.jit
-def _packed(code, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """The bytes of the lower two bits of codes, [ROWS, BLOCK // 4]."""
-    _, shift = _low_places(BLOCK)
-    quads = tl.reshape((code & 3) << shift, [ROWS * BLOCK // 16, 4, 4])
-    return tl.reshape(tl.sum(quads, axis=1), [ROWS, BLOCK // 4]).to(tl.uint8)
+def _packed(code, BLOCK: tl.constexpr, ROWS: tl.constexpr, LOW: tl.constexpr):
+    """The bytes of the lowest LOW bits of codes, [ROWS, BLOCK * LOW // 8]."""
+    _, shift = _low_places(BLOCK, LOW)
+    groups = tl.reshape((code & ((1 << LOW) - 1)) << shift, [ROWS * BLOCK * LOW // 32, 8 // LOW, 4])
+    return tl.reshape(tl.sum(groups, axis=1), [ROWS, BLOCK * LOW // 8]).to(tl.uint8)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -122,7 +134,9 @@ def _encode(
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     SHIFT: tl.constexpr = 1 << (BITS - 1)
-    STRIDE: tl.constexpr = BLOCK if BITS == 8 else BLOCK + BLOCK // 4
+    LOW: tl.constexpr = BITS % 8
+    UPPER: tl.constexpr = BITS // 8 * BLOCK
+    STRIDE: tl.constexpr = UPPER + BLOCK * LOW // 8
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     words_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int32))
     tame = (first_row + ROWS) * BLOCK <= numel
@@ -135,12 +149,12 @@ def _encode(
             code, word = _tame_codes(x, low, high, seed, first_row, SHIFT, STOCHASTIC, BLOCK, ROWS)
             row_ptr = buffer_ptr + first_row * STRIDE
             starts = tl.arange(0, ROWS)[:, None] * STRIDE
-            upper = code if BITS == 8 else code >> 2
-            upper_ptr = row_ptr.to(tl.pointer_type(tl.int8)) + (starts + tl.arange(0, BLOCK)[None, :])
-            tl.store(upper_ptr, upper.to(tl.int8))
-            if BITS == 10:
-                low_ptr = row_ptr + (starts + (BLOCK + tl.arange(0, BLOCK // 4)[None, :]))
-                tl.store(low_ptr, _packed(code, BLOCK, ROWS))
+            if UPPER:
+                upper_ptr = row_ptr.to(tl.pointer_type(tl.int8)) + (starts + tl.arange(0, BLOCK)[None, :])
+                tl.store(upper_ptr, (code >> LOW).to(tl.int8))
+            if LOW:
+                low_ptr = row_ptr + (starts + (UPPER + tl.arange(0, BLOCK * LOW // 8)[None, :]))
+                tl.store(low_ptr, _packed(code, BLOCK, ROWS, LOW))
             tl.store(words_ptr + first_row + tl.arange(0, ROWS), word.to(tl.int32))
     if not tame:
         for turn in range(ROWS):
@@ -151,12 +165,15 @@ def _encode(
             x = as_floats(tl.load(x_ptr + base + offsets, mask=columns < width, other=0.0))
             code, word = _wild_codes(x, columns < width, seed, row, TOP, SHIFT, STOCHASTIC, BLOCK, 1)
             row_ptr = buffer_ptr + row * STRIDE
-            upper = code if BITS == 8 else code >> 2
-            tl.store(row_ptr.to(tl.pointer_type(tl.int8)) + columns, upper.to(tl.int8), mask=columns < width)
-            if BITS == 10:
-                quarters = tl.arange(0, BLOCK // 4)[None, :]
-                low = _packed(tl.where(columns < width, code, 0), BLOCK, 1)
-                tl.store(row_ptr + (width + quarters), low, mask=quarters // 4 * 16 < width)
+            if UPPER:
+                tl.store(
+                    row_ptr.to(tl.pointer_type(tl.int8)) + columns, (code >> LOW).to(tl.int8), mask=columns < width
+                )
+            if LOW:
+                packed = tl.arange(0, BLOCK * LOW // 8)[None, :]
+                low = _packed(tl.where(columns < width, code, 0), BLOCK, 1, LOW)
+                start = width if UPPER else 0
+                tl.store(row_ptr + (start + packed), low, mask=packed // 4 * (32 // LOW) < width)
             tl.store(words_ptr + row + tl.arange(0, 1), word.to(tl.int32), mask=tl.arange(0, 1) < width)
 
 
@@ -189,19 +206,26 @@ def _decode(
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     SHIFT: tl.constexpr = 1 << (BITS - 1)
-    STRIDE: tl.constexpr = BLOCK if BITS == 8 else BLOCK + BLOCK // 4
+    LOW: tl.constexpr = BITS % 8
+    UPPER: tl.constexpr = BITS // 8 * BLOCK
+    STRIDE: tl.constexpr = UPPER + BLOCK * LOW // 8
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     words_ptr = (buffer_ptr + scales_offset).to(tl.pointer_type(tl.int32))
-    byte, shift = _low_places(BLOCK)
     tame = (first_row + ROWS) * BLOCK <= numel
     if tame:
         word = tl.load(words_ptr + first_row + tl.arange(0, ROWS))
         row_ptr = buffer_ptr + first_row * STRIDE
         starts = tl.arange(0, ROWS)[:, None] * STRIDE
-        upper_ptr = row_ptr.to(tl.pointer_type(tl.int8)) + (starts + tl.arange(0, BLOCK)[None, :])
-        code = tl.load(upper_ptr).to(tl.int32)
-        if BITS == 10:
-            code = (code << 2) | ((tl.load(row_ptr + (starts + (BLOCK + byte))).to(tl.int32) >> shift) & 3)
+        columns = tl.arange(0, BLOCK)[None, :]
+        if UPPER:
+            code = tl.load(row_ptr.to(tl.pointer_type(tl.int8)) + (starts + columns)).to(tl.int32)
+        if LOW:
+            byte, shift = _low_places(BLOCK, LOW)
+            low = (tl.load(row_ptr + (starts + (UPPER + byte))).to(tl.int32) >> shift) & ((1 << LOW) - 1)
+            if UPPER:
+                code = (code << LOW) | low
+            else:
+                code = (low ^ SHIFT) - SHIFT
         tame = tl.max(word & 0x8000, 0) == 0
         if tame:
             base, offsets = locate(first_row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, ROWS)
@@ -214,11 +238,18 @@ def _decode(
             columns = tl.arange(0, BLOCK)[None, :]
             word = tl.load(words_ptr + row + tl.arange(0, 1), mask=tl.arange(0, 1) < width, other=0)
             row_ptr = buffer_ptr + row * STRIDE
-            upper_ptr = row_ptr.to(tl.pointer_type(tl.int8)) + columns
-            code = tl.load(upper_ptr, mask=columns < width, other=0).to(tl.int32)
-            if BITS == 10:
-                low = tl.load(row_ptr + (width + byte), mask=columns < width, other=0).to(tl.int32)
-                code = (code << 2) | ((low >> shift) & 3)
+            if UPPER:
+                upper_ptr = row_ptr.to(tl.pointer_type(tl.int8)) + columns
+                code = tl.load(upper_ptr, mask=columns < width, other=0).to(tl.int32)
+            if LOW:
+                byte, shift = _low_places(BLOCK, LOW)
+                start = width if UPPER else 0
+                low = tl.load(row_ptr + (start + byte), mask=columns < width, other=0).to(tl.int32)
+                low = (low >> shift) & ((1 << LOW) - 1)
+                if UPPER:
+                    code = (code << LOW) | low
+                else:
+                    code = (low ^ SHIFT) - SHIFT
             value = _values(code, word, SHIFT, False)
             base, offsets = locate(row, run, middle, middle_stride, outer_stride, LAYOUT, BLOCK, 1)
             value = rounded(value, out_ptr.dtype.element_ty, NATIVE_BF16)
