@@ -25,7 +25,7 @@ from fp8hooks import codecs, dynamo, graphs
 from fp8hooks.codecs import operators
 from fp8hooks.config import CompressConfig
 from fp8hooks.policy import Policy
-from fp8hooks.saved import Exact, Packed, Saved, Site, Wrapped, keep_exact
+from fp8hooks.saved import Saved, Site, keep_exact
 
 # What compiled graphs hold may change with this package: counted up, so that caches forget older graphs.
 _FORMAT = 1
@@ -204,7 +204,7 @@ def _call_pack(hook: fx.GraphModule, tensor: Tensor) -> Any:
 
 def _call_unpack(hook: fx.GraphModule, saved: Any) -> Tensor:
     """The unpack hook as autograd calls it."""
-    if isinstance(saved, Exact | Packed | Wrapped):
+    if isinstance(saved, Saved):
         return saved.unpack()
     return hook.forward(saved)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,9 +67,12 @@ class CompressConfig:
     """Every setting of a session.
 
     Attributes:
-        memory_savings: share, 0 to 1, of the bytes that autograd would hold to be given back. None (default)
-            compresses all that the policy allows. With a number the first step does the same and is measured; from
-            the second on, as much is kept exact as the share leaves room for.
+        memory_savings: share, 0 to 1, of the bytes that autograd would hold on the device to be given back, or `"max"`.
+            None (default) compresses all that the policy allows. Otherwise the first step does the same and is
+            measured; from the second on a plan (`Session.plan`) gives back what was asked at the least cost in time
+            and error.
+        device_budget: in place of `memory_savings`: the bytes that saved tensors may take on the device, a whole
+            number or a string with a unit (`"24GiB"`, `"500 MB"`).
         format: codec of saved tensors in role `activation`; `square8` by default.
         block_size: elements that share a scale, a power of two from 16 to 1024; 128 by default.
         min_numel: tensors of fewer elements stay exact; 1024 by default.
@@ -77,26 +81,36 @@ class CompressConfig:
             to the nearest (default): unbiased over many steps, but with some twice the error in each. `int4` always
             does, but in compiled graphs.
         seed: of stochastic rounding: the same seed gives the same bytes in the same step.
-        offload: False; payloads stay on the device of the tensor they stand for.
+        offload: whether what is stored may go to host memory: True, all of it, or, with `memory_savings` or
+            `device_budget`, what these ask for beyond 8 bits; None, the latter only; False (default), nothing.
+        host_budget: the most host memory that may take, in bytes or with a unit as above; None: half of the machine's,
+            shared between the local ranks of a distributed run.
 
     Raises:
         ValueError, TypeError: name the argument, what was given and what is allowed.
     """
 
-    memory_savings: float | None = None
+    memory_savings: float | str | None = None
+    device_budget: int | str | None = None
     format: str = "square8"
     block_size: int = 128
     min_numel: int = 1024
     rules: tuple[Rule, ...] = ()
     stochastic_rounding: bool = False
     seed: int = 0
-    offload: bool = False
+    offload: bool | None = False
+    host_budget: int | str | None = None
 
     def __post_init__(self) -> None:
-        if self.memory_savings is not None:
-            _typed("memory_savings", self.memory_savings, numbers.Real, "a number from 0 to 1, or None")
-            if not 0 <= self.memory_savings <= 1:
-                raise ValueError(f"memory_savings: {self.memory_savings!r} given, a number from 0 to 1 allowed")
+        _check_savings(self.memory_savings)
+        if self.memory_savings is not None and self.device_budget is not None:
+            raise ValueError(
+                f"device_budget: {self.device_budget!r} given beside memory_savings={self.memory_savings!r}, "
+                "only one of the two allowed"
+            )
+        for field in ("device_budget", "host_budget"):
+            value = getattr(self, field)
+            object.__setattr__(self, field, None if value is None else parse_bytes(field, value))
         _one_of("format", self.format, (codecs.EXACT, *codecs.LOSSY))
         _whole("block_size", self.block_size, 16, 1024)
         if self.block_size & (self.block_size - 1):
@@ -109,8 +123,13 @@ class CompressConfig:
             _typed("rules", rule, Rule, "Rules")
         if not isinstance(self.stochastic_rounding, bool):
             raise TypeError(f"stochastic_rounding: {self.stochastic_rounding!r} given, True or False allowed")
-        if self.offload is not False:
-            raise ValueError(f"offload: {self.offload!r} given, only False allowed in this version")
+        if self.offload is not None and not isinstance(self.offload, bool):
+            raise TypeError(f"offload: {self.offload!r} given, True, False or None allowed")
+
+    @property
+    def planned(self) -> bool:
+        """Whether a share of memory, or a budget, is asked for."""
+        return self.memory_savings is not None or self.device_budget is not None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data (JSON can hold it) from which `from_dict` makes an equal config."""
@@ -127,6 +146,40 @@ class CompressConfig:
         check_fields(data)
         rules = data.get("rules", ())
         return cls(**{**data, "rules": tuple(_rule_from(rule) for rule in rules)})
+
+
+_UNITS = {
+    "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30,
+    "TIB": 1 << 40,
+}  # fmt: skip
+
+
+def parse_bytes(name: str, value: object) -> int:
+    """The number of bytes that a setting called `name` gives: a whole number, or a string as `"1.5 GiB"`.
+
+    Raises:
+        TypeError, ValueError: it is neither.
+    """
+    allowed = 'a whole number of bytes from 0 up, or one with a unit, as "24GiB" or "500 MB",'
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", value, re.IGNORECASE)
+        if found is None or found[2].upper() not in _UNITS:
+            raise ValueError(f"{name}: {value!r} given, {allowed} allowed")
+        return int(float(found[1]) * _UNITS[found[2].upper()])
+    _typed(name, value, numbers.Integral, allowed)
+    number = int(value)  # type: ignore[call-overload]
+    if number < 0:
+        raise ValueError(f"{name}: {value!r} given, {allowed} allowed")
+    return number
+
+
+def _check_savings(value: object) -> None:
+    allowed = 'a number from 0 to 1, "max" or None'
+    if value is None or value == "max":
+        return
+    _typed("memory_savings", value, numbers.Real, allowed)
+    if not 0 <= value <= 1:  # type: ignore[operator]
+        raise ValueError(f"memory_savings: {value!r} given, {allowed} allowed")
 
 
 def check_fields(names: Iterable[str]) -> None:

@@ -80,11 +80,11 @@ def view_as(memory: Tensor, shape: Geometry) -> Tensor:
     return memory if shape.whole else memory.as_strided(shape.sizes, shape.strides)
 
 
-def edited_message(tensor: Tensor, version: int, site: str) -> str:
-    """Autograd's error for a tensor that was edited after it was saved at a version."""
+def edited_message(tensor: Tensor, version: int, site: str, shape: tuple[int, ...] | None = None) -> str:
+    """Autograd's error for a tensor (of another shape, if given) that was edited after it was saved at a version."""
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.type()} {list(tensor.shape)}] saved by {site} is at version "
+        f"[{tensor.type()} {list(tensor.shape if shape is None else shape)}] saved by {site} is at version "
         f"{tensor._version}; expected version {version} instead."
     )
 

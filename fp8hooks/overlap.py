@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fp8hooks.codecs import Coder, Payload
 from fp8hooks.identity import Geometry, edited_message
+from fp8hooks.offload import Fetcher
 
 if TYPE_CHECKING:
     from fp8hooks.saved import Packed, Site
@@ -143,18 +144,26 @@ class Trace:
         self._last: int | None = None
         self._asked = 0
         self._ahead: deque[tuple[int, weakref.ref[Payload]]] = deque()
+        self._fetcher: Fetcher | None = None
+        self._decodes = False
 
     def add(self, packed: Packed) -> None:
         """Number another save."""
         packed.trace, packed.number = self, len(self._saves)
         self._saves.append(weakref.ref(packed))
+        if packed.payload.home is None:
+            self._decodes = True
+        elif self._fetcher is None:
+            self._fetcher = Fetcher()
 
     def ask(self, number: int) -> None:
-        """Backward has asked for a save: decode those that will come after it."""
-        if self._last is not None:
+        """Backward has asked for a save: fetch, or decode, those that will come after it."""
+        if self._last is not None and self._last != number:
             self._order[self._last] = number
         self._last = number
-        if not torch.cuda.is_current_stream_capturing():
+        if self._fetcher is not None:
+            self._fetcher.ask(number, self._saves, self._following)
+        if not self._decodes or not torch.cuda.is_current_stream_capturing():
             return
         self._asked += 1
         self._forget()
@@ -166,6 +175,10 @@ class Trace:
             packed = self._saves[number]()
             if packed is not None and _start(packed):
                 self._ahead.append((self._asked, weakref.ref(packed.payload)))
+
+    def _following(self, number: int) -> int | None:
+        """The save that will be asked for after a number; where nothing has been learned yet, the one before it."""
+        return self._order.get(number, number - 1 if number else None)
 
     def _forget(self) -> None:
         """What was asked for, or has waited too long."""
@@ -187,7 +200,13 @@ def _start(packed: Packed) -> bool:
     """Decode on the second stream, if it is not decoded already."""
     payload, shape = packed.payload, packed.shape
     coder = payload.coder
-    if coder is None or not coder.can_decode or payload.ahead is not None or payload.ready is not None:
+    if (
+        payload.home is not None
+        or coder is None
+        or not coder.can_decode
+        or payload.ahead is not None
+        or payload.ready is not None
+    ):
         return False
     if payload.shared is not None and payload.shared.decoded:
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import weakref
 from typing import Any
 
@@ -10,76 +11,16 @@ from torch import Tensor, nn
 
 from fp8hooks import callsite, codecs, identity, overlap, roles
 from fp8hooks.callsite import Call, Op
-from fp8hooks.codecs import Codec, Coder, Payload, philox
+from fp8hooks.codecs import Payload, philox
 from fp8hooks.config import CompressConfig
-from fp8hooks.identity import Geometry
 from fp8hooks.integrations import distributed, transformer_engine
-from fp8hooks.planner import Plan, Recorder, Save
+from fp8hooks.offload import Offloader
+from fp8hooks.plan import CODEC, EXACT, HOST, INT4, Plan, Save
+from fp8hooks.planner import Recorder
 from fp8hooks.policy import Policy
-from fp8hooks.saved import Exact, Packed, Saved, Shared, Site, Wrapped, keep_exact
+from fp8hooks.recipes import Recipe, Recipes
+from fp8hooks.saved import Exact, Moved, Packed, Saved, Shared, Site, Wrapped, keep_exact
 from fp8hooks.stats import Ledger
-
-
-class Recipe:
-    """What to do with the saves at one site of tensors of one dtype and geometry on one device.
-
-    Attributes:
-        site: who saves, and as what.
-        codec: None: what is saved here stays exact.
-        shape: the geometry; never None where there is a codec.
-        coder: the short way to encode, once known.
-        signs_suffice: see `Policy.signs_suffice`.
-        shares: see `fp8hooks.saved.Packed`.
-        exact_row, row: keys of the ledger's rows, for what stays exact and for what does not.
-    """
-
-    __slots__ = ("codec", "coder", "exact_row", "row", "shape", "shares", "signs_suffice", "site")
-
-    def __init__(self, site: Site, codec: Codec | None, shape: Geometry | None, signs_suffice: bool) -> None:
-        self.site = site
-        self.codec = codec
-        self.shape = shape
-        self.signs_suffice = signs_suffice
-        self.shares = not site.op.startswith(("Function.", "te.", "ops.", "unknown"))
-        self.coder: Coder | None = None
-        self.exact_row = (site, codecs.EXACT)
-        self.row = self.exact_row if codec is None else (site, codec.name)
-
-
-class Recipes:
-    """The recipes of a session, from step to step."""
-
-    # Shapes that never come again must not fill the memory.
-    _MOST = 1 << 16
-
-    def __init__(self, policy: Policy, config: CompressConfig) -> None:
-        self._policy = policy
-        self._block_size = config.block_size
-        self._min_numel = max(1, config.min_numel)
-        self._known: dict[tuple[Any, ...], Recipe] = {}
-        #: See `fp8hooks.overlap.Trace`.
-        self.order: dict[int, int] = {}
-
-    def of(self, tensor: Tensor, op: Op, role: str, module: str) -> Recipe:
-        """The recipe for a plain tensor that `op` saves as `role` in `module`."""
-        key = (module, op, role, tensor.dtype, tensor.get_device(), tensor.shape, tensor.stride())
-        return self._known.get(key) or self._new(key, tensor, op)
-
-    def _new(self, key: tuple[Any, ...], tensor: Tensor, op: Op) -> Recipe:
-        site, dtype, policy = Site(key[0], op.name, key[2]), tensor.dtype, self._policy
-        # Of what runs inside another function the name is all that is known.
-        signs_suffice = not op.inner and policy.signs_suffice(site, dtype)
-        name = codecs.SIGNS if signs_suffice else policy.codec(site, dtype)
-        shape = identity.geometry(tensor.shape, tensor.stride())
-        codec = None
-        if name != codecs.EXACT and shape is not None:
-            least = max(self._min_numel, policy.least_numel(site, dtype))
-            codec = codecs.get(name, self._block_size) if shape.numel >= least else None
-        recipe = Recipe(site, codec, shape, signs_suffice)
-        if len(self._known) >= self._MOST:
-            self._known.clear()
-        self._known[key] = recipe
-        return recipe
 
 
 class _Signs:
@@ -111,7 +52,13 @@ class Packer:
     """
 
     def __init__(
-        self, policy: Policy, recipes: Recipes, ledger: Ledger, config: CompressConfig, plan: Plan | None
+        self,
+        policy: Policy,
+        recipes: Recipes,
+        ledger: Ledger,
+        config: CompressConfig,
+        plan: Plan | None,
+        offloader: Offloader | None,
     ) -> None:
         self._policy = policy
         self._recipes = recipes
@@ -119,7 +66,12 @@ class Packer:
         self._rows = ledger.rows()
         self._plan = plan
         # Only the knob asks what a step saved.
-        self.recorder = None if config.memory_savings is None else Recorder()
+        self.recorder = Recorder(plan is None) if config.planned or plan is not None else None
+        self._offloader = offloader
+        self._default = HOST if offloader is not None and _offloads_all(config) else CODEC
+        # Bytes that this entry keeps on the device, and those that found no place in host memory.
+        self._kept = 0
+        self._refused = 0
         self._storages = identity.Storages()
         # Storage addresses: charged to a site, kept exact, and compressed (with the op, and the bytes).
         self._charged: set[int] = set()
@@ -138,6 +90,13 @@ class Packer:
         for address, (op, nbytes) in self._compressed.items():
             if self._storages.alive(address):
                 self._ledger.record_not_freed(op, nbytes)
+        if self.recorder is not None and self.recorder.recording:
+            self.recorder.close(self._storages.alive)
+        if self._refused:
+            self._ledger.note(
+                f"Host memory for saved tensors is full (host_budget): {self._refused:,} bytes that should have gone "
+                "there stayed on the device."
+            )
         self._overlap.close()
         self._payloads.clear()
         self._signs.clear()
@@ -153,7 +112,7 @@ class Packer:
                 return Wrapped(self._save(local, op, None, module), join)
         return self._keep_whole(tensor, Site(module, op.name, "activation"))
 
-    def _save(self, tensor: Tensor, op: Op, call: Call | None, module: str) -> Exact | Packed:
+    def _save(self, tensor: Tensor, op: Op, call: Call | None, module: str) -> Exact | Moved | Packed:
         op, role = _saver(tensor, op, call)
         recipe = self._recipes.of(tensor, op, role, module)
         storage = tensor.untyped_storage()
@@ -165,16 +124,17 @@ class Packer:
         if address not in self._charged:
             self._charged.add(address)
             charge = storage.nbytes()
+        save, choice = self._choose(recipe.site)
         shape = recipe.shape
         # Memory that is kept exact already costs nothing more.
         if recipe.codec is None or shape is None or address in self._exact or tensor.is_neg():
-            return self._save_exact(tensor, recipe, address, charge)
+            return self._save_exact(tensor, recipe, address, charge, save, choice)
         # The pointer too, since a storage may be resized, and so move, without a new version.
         memory = (address, tensor.data_ptr(), shape.core, tensor.dtype, tensor._version)
         if memory in self._payloads or recipe.signs_suffice:
             shared = self._share(memory, recipe, tensor.dtype)
             if shared is not None:
-                self._record((recipe.site, shared.codec.name), charge, 0)
+                self._record((recipe.site, shared.codec.name), charge)
                 packed = Packed(shared, shape, recipe.shares)
                 if recipe.shares:
                     _count_user(shared)
@@ -183,8 +143,17 @@ class Packer:
                 elif shared.coder is not None:
                     self._trace.add(packed)
                 return packed
+        if choice == EXACT:
+            return self._save_exact(tensor, recipe, address, charge, save, choice)
         limit = roles.limit_of(op, call) if recipe.codec.name == "narrow" else None
-        return self._save_packed(tensor, memory, recipe, charge, limit)
+        return self._save_packed(tensor, memory, recipe, charge, limit, save, choice)
+
+    def _choose(self, site: Site) -> tuple[Save | None, str]:
+        """The number of the save that comes now at a site, if saves are numbered, and what becomes of it."""
+        if self.recorder is None:
+            return None, self._default
+        save = self.recorder.number(site)
+        return save, self._default if self._plan is None else self._plan.of(save)
 
     def _share(self, memory: Any, recipe: Recipe, dtype: torch.dtype) -> Payload | None:
         """The payload of the same memory, if another save made one that serves here too."""
@@ -199,73 +168,123 @@ class Packer:
         return None
 
     def _save_packed(
-        self, tensor: Tensor, memory: Any, recipe: Recipe, charge: int, limit: int | None
-    ) -> Exact | Packed:
+        self,
+        tensor: Tensor,
+        memory: Any,
+        recipe: Recipe,
+        charge: int,
+        limit: int | None,
+        save: Save | None,
+        choice: str,
+    ) -> Exact | Moved | Packed:
         address = memory[0]
         signs = self._signs.pop(memory, None) if self._signs else None
         earlier = [] if signs is None else signs.alive()
-        save = None
-        # Whole memory that a save of signs stands for already is numbered as that one.
-        if self.recorder is not None and not earlier:
-            save = self.recorder.next_save(recipe.site)
-            if self._plan is not None and save in self._plan.exact:
-                return self._save_exact(tensor, recipe, address, charge)
-        payload = self._encode(tensor, memory[1], recipe, limit)
+        payload = self._encode(tensor, memory[1], recipe, limit, choice)
         if payload is None:
-            return self._save_exact(tensor, recipe, address, charge)
+            return self._save_exact(tensor, recipe, address, charge, save, choice)
         assert recipe.shape is not None
+        stored = payload.nbytes
+        if choice == HOST and not recipe.signs_suffice:
+            self._offload(payload)
         packed = Packed(payload, recipe.shape, recipe.shares)
-        if payload.coder is not None:
+        if payload.coder is not None or payload.home is not None:
             self._trace.add(packed)
         if charge:
             self._compressed[address] = (recipe.site.op, charge)
         reference = self._ledger.watch(payload)
-        row = self._record(recipe.row, charge, payload.nbytes, payload.numel)
+        key = recipe.row if choice != INT4 else (recipe.site, payload.codec.name)
+        row = self._record(key, charge, payload.nbytes, payload.numel, payload.host_bytes)
         if signs is not None and earlier:
-            row[1] += self._replace(signs, earlier, payload)
-        elif self.recorder is not None and save is not None and self._plan is None:
-            self.recorder.compressed(save, charge, payload.nbytes)
+            row[1] += self._replace(signs, earlier, payload, address)
+        if self.recorder is not None and save is not None and self.recorder.recording:
+            small = None if recipe.int4 is None else recipe.int4.nbytes(recipe.shape.numel)
+            self.recorder.compressed(save, address, tensor.untyped_storage().nbytes(), stored, small)
         if recipe.signs_suffice:
             self._signs[memory] = _Signs(packed, save, row, charge)
         else:
             self._payloads[memory] = reference
         return packed
 
-    def _encode(self, tensor: Tensor, pointer: int, recipe: Recipe, limit: int | None) -> Payload | None:
-        coder = recipe.coder
-        if coder is not None:
+    def _offload(self, payload: Payload) -> bool:
+        """Have a payload's buffer copied to host memory, if that has room."""
+        nbytes = payload.nbytes
+        if self._offloader is None or not self._offloader.suits(payload.buffer):
+            return False
+        room = 0 if self._plan is None else self._plan.totals.device - self._kept
+        home = self._offloader.move(payload.buffer, room)
+        if home is None:
+            self._refused += nbytes
+            return False
+        payload.settle(home)
+        return True
+
+    def _encode(self, tensor: Tensor, pointer: int, recipe: Recipe, limit: int | None, choice: str) -> Payload | None:
+        codec, coder = recipe.codec, recipe.coder
+        if choice == INT4 and recipe.int4 is not None:
+            codec = recipe.int4
+        elif coder is not None:
             payload = self._overlap.encode(coder, tensor, pointer, recipe.site) or coder.encode(pointer)
             if payload is not None:
                 return payload
-        assert recipe.codec is not None
+        assert codec is not None
         assert recipe.shape is not None
         core = identity.core_of(tensor, recipe.shape)
-        stochastic = self._stochastic or recipe.codec.name in codecs.ALWAYS_STOCHASTIC
-        payload = recipe.codec.encode(core, limit, self._keys.next() if stochastic else None)
-        if payload is not None:
+        stochastic = self._stochastic or codec.name in codecs.ALWAYS_STOCHASTIC
+        payload = codec.encode(core, limit, self._keys.next() if stochastic else None)
+        if payload is not None and codec is recipe.codec:
             recipe.coder = payload.coder
         return payload
 
-    def _replace(self, signs: _Signs, earlier: list[Packed], payload: Payload) -> int:
+    def _replace(self, signs: _Signs, earlier: list[Packed], payload: Payload, address: int) -> int:
         """Let saves of signs use the whole payload of the same memory; the bytes that they were charged for that."""
         signs.row[1] -= signs.charge
         signs.row[2] -= earlier[0].payload.nbytes
         signs.row[3] -= earlier[0].payload.numel
         for packed in earlier:
             packed.payload = payload
-        if self.recorder is not None:
-            self.recorder.recompressed(signs.save, payload.nbytes)
+        if self.recorder is not None and self.recorder.recording:
+            self.recorder.replaced(signs.save, address)
         return signs.charge
 
-    def _save_exact(self, tensor: Tensor, recipe: Recipe, address: int, charge: int) -> Exact:
+    def _save_exact(
+        self, tensor: Tensor, recipe: Recipe, address: int, charge: int, save: Save | None, choice: str
+    ) -> Exact | Moved:
+        nbytes = tensor.untyped_storage().nbytes()
+        shape = recipe.shape
+        own = 0 if shape is None or not shape.dense else shape.numel * tensor.itemsize
+        if self.recorder is not None and save is not None and self.recorder.recording:
+            self.recorder.exact(save, address, nbytes, own)
+        if choice == HOST and address not in self._exact and own == nbytes and not tensor.is_inference():
+            moved = self._move(tensor, recipe, charge, address)
+            if moved is not None:
+                return moved
         stored = 0
         if address not in self._exact:
             self._exact.add(address)
-            stored = charge or tensor.untyped_storage().nbytes()
-            if self.recorder is not None:
-                self.recorder.exact(stored)
+            stored = charge or nbytes
         self._record(recipe.exact_row, charge, stored)
         return keep_exact(tensor, recipe.site)
+
+    def _move(self, tensor: Tensor, recipe: Recipe, charge: int, address: int) -> Moved | None:
+        """Keep a tensor as it is, in host memory; None if that has no room."""
+        assert recipe.shape is not None
+        # Moved once, whoever else saves it.
+        memory = (address, tensor.data_ptr(), codecs.RAW, tensor.dtype, tensor._version)
+        known = self._payloads.get(memory)
+        payload = None if known is None else known()
+        host_bytes = 0
+        if payload is None:
+            payload = codecs.RAW.encode(identity.core_of(tensor.detach(), recipe.shape))
+            if not self._offload(payload):
+                return None
+            self._payloads[memory] = self._ledger.watch(payload)
+            host_bytes = payload.host_bytes
+            self._compressed[address] = (recipe.site.op, charge)
+        packed = Packed(payload, recipe.shape, False)
+        self._trace.add(packed)
+        self._record(recipe.exact_row, charge, 0, 0, host_bytes)
+        return Moved(tensor, packed, recipe.site)
 
     def _keep_whole(self, tensor: Tensor, site: Site) -> Exact:
         """Keep a tensor that is not plain and dense (a subclass, sparse, nested, ...) without looking into it."""
@@ -278,16 +297,22 @@ class Packer:
             site = site._replace(role="weight")
         else:
             self._record((site, codecs.EXACT), nbytes, nbytes)
+            if self.recorder is not None and self.recorder.recording:
+                self.recorder.fixed(f"{site.op} ({type(tensor).__name__})", nbytes)
         return keep_exact(tensor, site)
 
-    def _record(self, key: tuple[Site, str], original_bytes: int, stored_bytes: int, elements: int = 0) -> list[int]:
+    def _record(
+        self, key: tuple[Site, str], original_bytes: int, stored_bytes: int = 0, elements: int = 0, host_bytes: int = 0
+    ) -> list[int]:
         row = self._rows.get(key)
         if row is None:
-            row = self._rows[key] = [0, 0, 0, 0]
+            row = self._rows[key] = [0, 0, 0, 0, 0]
         row[0] += 1
         row[1] += original_bytes
         row[2] += stored_bytes
         row[3] += elements
+        row[4] += host_bytes
+        self._kept += stored_bytes
         return row
 
 
@@ -298,6 +323,18 @@ def _saver(tensor: Tensor, op: Op, call: Call | None) -> tuple[Op, str]:
         if part is not None:
             return Op(part.op, True), part.role
     return op, roles.role_of(tensor, op, call)
+
+
+# A first step that may use host memory uses it where 8 bits would not give back as much as this.
+_BY_CODECS = 0.5
+
+
+def _offloads_all(config: CompressConfig) -> bool:
+    """Whether what no plan speaks of goes to the host: that was asked for, or the first step may not fit without."""
+    if not config.planned:
+        return config.offload is True
+    savings = config.memory_savings
+    return not isinstance(savings, numbers.Real) or savings > _BY_CODECS
 
 
 def _count_user(payload: Payload) -> None:

@@ -1,73 +1,259 @@
-"""The knob: from a share of memory to give back to a plan of what to compress.
+"""The knob: from what a step saved, and a share of it to give back, to a plan.
 
-The first step compresses all that the policy allows and is measured here. From it a plan keeps exact as much as the
-asked share leaves room for, the most harmful to compress first.
+Saves that share a storage are one piece of memory: it goes as a whole or not at all. Each piece has some ways to be
+kept, each with its bytes and its cost, and the plan takes steps from one way to a cheaper one in the order of cost for
+a byte given back. That is the greedy solution of a knapsack problem with choices, and right up to its last step, after
+which steps that were not needed after all are taken back.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fp8hooks.offload import LEAST_OFFLOADED
+from fp8hooks.plan import CODEC, EXACT, HOST, INT4, Plan, Save, Totals
 from fp8hooks.saved import Site
 
-# How much compressing a role harms the gradient, most first (shared/numerics: error per byte given back).
-_HARM = {"attention_qk": 3, "attention_vo": 2, "probability": 2, "log_prob": 1, "activation": 0}
+# Costs are in picoseconds of a step for a byte, measured on an H200 or, for errors, set beside those.
+
+# Encoding and decoding read and write each byte once: 4.2 TB/s.
+_TRAFFIC = 2 * 0.24
+# How much compressing a role harms the gradient, for an original byte (shared/numerics: error for a byte given back).
+_HARM = {"attention_qk": 0.9, "attention_vo": 0.6, "probability": 0.6, "log_prob": 0.3}
+# To the host and back, beside other work: what is saved first has a whole step for it, what is saved last none.
+_HOST_FIRST, _HOST_LAST = 7.0, 22.0
+# Ten times the error of 8 bits: after everything else.
+_INT4_HARM = 60.0
+# Compressing what somebody else holds at the end of forward frees nothing yet: late, but before 4 bits.
+_HELD = 30.0
+
+# How many kinds of tensors the report names where what was asked can't be reached.
+_MOST_NAMED = 4
 
 
-class Save(NamedTuple):
-    """One stored tensor of a step: the `occurrence`-th at its site, counting from 0."""
+class Way(NamedTuple):
+    """How to keep a piece of memory.
 
-    site: Site
-    occurrence: int
+    Attributes:
+        choice: of its saves.
+        device, host: bytes held there.
+        cost: see above.
+    """
+
+    choice: str
+    device: int
+    host: int
+    cost: float
 
 
-class Plan:
-    """Which saves to keep exact. `reached` is the share that it gives back in a step like the one it was made from."""
+@dataclass
+class _Piece:
+    """A storage, and the saves that stand for parts of it.
 
-    def __init__(self, exact: frozenset[Save], reached: float) -> None:
-        self.exact = exact
-        self.reached = reached
+    Attributes:
+        first: the site that saved it first.
+        nbytes: of the storage.
+        before: bytes that were saved before it in the step.
+        stored: by save, bytes of its payload.
+        int4: by save, bytes that 4 bits would take; only where they may be used.
+        exact: by save that the policy keeps as it is, the bytes that it covers; 0 if it has gaps.
+        held: somebody else holds it when the session closes.
+    """
+
+    first: Site
+    nbytes: int
+    before: int
+    stored: dict[Save, int] = field(default_factory=dict)
+    int4: dict[Save, int] = field(default_factory=dict)
+    exact: dict[Save, int] = field(default_factory=dict)
+    held: bool = False
+
+    @property
+    def movable(self) -> bool:
+        """Whether it is all one save, which the policy keeps as it is."""
+        return not self.stored and list(self.exact.values()) == [self.nbytes]
+
+    @property
+    def harm(self) -> float:
+        """Of compressing it, for a byte: the mean over its saves."""
+        total = sum(self.stored.values())
+        return sum(_HARM.get(save.site.role, 0.0) * nbytes for save, nbytes in self.stored.items()) / max(1, total)
+
+    def ways(self, position: float, offload: bool) -> list[Way]:
+        """All ways to keep it; `position` in the step goes from 0 to 1."""
+        ways = [Way(EXACT, self.nbytes, 0, 0.0)]
+        host = _HOST_FIRST + (_HOST_LAST - _HOST_FIRST) * position
+        if self.exact:
+            if offload and self.movable and self.nbytes >= LEAST_OFFLOADED:
+                ways.append(Way(HOST, 0, self.nbytes, host * self.nbytes))
+            return ways
+        stored, held = sum(self.stored.values()), _HELD * self.nbytes * self.held
+        coded = held + _TRAFFIC * (self.nbytes + stored) + self.harm * self.nbytes
+        ways.append(Way(CODEC, stored, 0, coded))
+        if offload and min(self.stored.values()) >= LEAST_OFFLOADED:
+            ways.append(Way(HOST, 0, stored, coded + host * stored))
+        if self.int4 and self.int4.keys() == self.stored.keys():
+            small = sum(self.int4.values())
+            ways.append(Way(INT4, small, 0, held + _TRAFFIC * (self.nbytes + small) + _INT4_HARM * self.nbytes))
+        return ways
+
+    def choices(self, choice: str) -> Iterator[tuple[Save, str]]:
+        """What a way means for its saves."""
+        for save in self.exact:
+            yield save, choice
+        for save, nbytes in self.stored.items():
+            # Where one save keeps the memory, no other need store it again; where there are no bytes of its own, it is
+            # for another to move them.
+            yield save, EXACT if self.exact else choice if nbytes or choice == EXACT else CODEC
 
 
 class Recorder:
-    """Numbers the saves of a step, and remembers their bytes while there is no plan yet."""
+    """Numbers the saves of a step, and remembers what they are while there is no plan yet.
 
-    def __init__(self) -> None:
+    Args:
+        recording: whether to remember.
+    """
+
+    def __init__(self, recording: bool) -> None:
+        self.recording = recording
         self._counts: dict[Site, int] = {}
-        self._saves: dict[Save, tuple[int, int]] = {}
-        self._exact_bytes = 0
+        self._pieces: dict[int, _Piece] = {}
+        self._saved = 0
+        # What is neither compressed nor moved, by what it is.
+        self._fixed: Counter[str] = Counter()
 
-    def next_save(self, site: Site) -> Save:
+    def number(self, site: Site) -> Save:
+        """The save that comes now at a site."""
         occurrence = self._counts.get(site, 0)
         self._counts[site] = occurrence + 1
         return Save(site, occurrence)
 
-    def compressed(self, save: Save, original_bytes: int, stored_bytes: int) -> None:
-        self._saves[save] = (original_bytes, stored_bytes)
+    def exact(self, save: Save, address: int, storage_bytes: int, own_bytes: int) -> None:
+        """A save was kept as it is, of `own_bytes` in a storage; 0 if they have gaps."""
+        self._piece(save, address, storage_bytes).exact[save] = own_bytes
 
-    def recompressed(self, save: Save | None, stored_bytes: int) -> None:
-        """A save that was compressed is stored otherwise now, by its whole memory."""
-        if save is not None and save in self._saves:
-            self._saves[save] = (self._saves[save][0], stored_bytes)
+    def compressed(self, save: Save, address: int, storage_bytes: int, stored: int, int4: int | None) -> None:
+        """A save was compressed to `stored` bytes; 4 bits, if they may be used, would take `int4`."""
+        piece = self._piece(save, address, storage_bytes)
+        piece.stored[save] = stored
+        if int4 is not None:
+            piece.int4[save] = int4
 
-    def exact(self, nbytes: int) -> None:
-        self._exact_bytes += nbytes
+    def replaced(self, save: Save | None, address: int) -> None:
+        """A save of a storage, compressed before, now uses the payload of another one, and has none of its own."""
+        if save is not None and save in self._pieces[address].stored:
+            self._pieces[address].stored[save] = 0
+            self._pieces[address].int4[save] = 0
 
-    def plan(self, asked: float) -> Plan:
-        """The plan that gives back at least the share `asked`, if any does, with the least harm."""
-        original = self._exact_bytes + sum(before for before, _ in self._saves.values())
-        given_back = original - self._exact_bytes - sum(after for _, after in self._saves.values())
-        needed = asked * original
-        exact = set()
-        # Among equals the small ones last: they settle how close the plan comes to what was asked.
-        by_harm = sorted(self._saves.items(), key=lambda item: (-_HARM.get(item[0].site.role, 0), -item[1][0]))
-        for save, (before, after) in by_harm:
-            gain = before - after
-            if given_back - gain >= needed:
-                exact.add(save)
-                given_back -= gain
-        return Plan(frozenset(exact), given_back / original if original else 0.0)
+    def fixed(self, what: str, nbytes: int) -> None:
+        """Something was kept that no plan can change."""
+        self._saved += nbytes
+        self._fixed[what] += nbytes
+
+    def _piece(self, save: Save, address: int, storage_bytes: int) -> _Piece:
+        piece = self._pieces.get(address)
+        if piece is None:
+            piece = self._pieces[address] = _Piece(save.site, storage_bytes, self._saved)
+            self._saved += storage_bytes
+        return piece
+
+    def close(self, alive: Callable[[int], bool]) -> None:
+        """Forward is over; `alive` tells whether somebody still holds a storage."""
+        for address, piece in self._pieces.items():
+            # Of what is kept as it is we are somebody ourselves.
+            piece.held = not piece.exact and alive(address)
 
     @property
     def empty(self) -> bool:
-        return not self._saves
+        """Whether nothing was saved that a plan could speak of."""
+        return not self._pieces
+
+    @property
+    def original_bytes(self) -> int:
+        """Bytes that autograd would have held."""
+        return self._saved
+
+    def plan(self, asked: float, offload: bool = False, host_budget: int = 0) -> Plan:
+        """The plan that gives back at least the share `asked`, if any does, at the least cost.
+
+        Args:
+            offload: whether host memory may be used, up to `host_budget` bytes.
+        """
+        pieces = list(self._pieces.values())
+        total = max(1, self._saved)
+        ways = [piece.ways(piece.before / total, offload) for piece in pieces]
+        chosen = _choose(ways, asked * self._saved, host_budget)
+        fixed = sum(self._fixed.values())
+        totals = Totals(
+            original=self._saved,
+            device=fixed + sum(way.device for way in chosen),
+            host=sum(way.host for way in chosen),
+        )
+        choices = {
+            save: choice
+            for piece, way in zip(pieces, chosen, strict=True)
+            for save, choice in piece.choices(way.choice)
+        }
+        return Plan(choices, asked, totals, self._rest(pieces, chosen))
+
+    def _rest(self, pieces: list[_Piece], chosen: list[Way]) -> tuple[tuple[str, int], ...]:
+        rest = Counter(self._fixed)
+        for piece, way in zip(pieces, chosen, strict=True):
+            who = ", held by somebody else too" if piece.held else ""
+            rest[f"{piece.first.op} ({piece.first.role}{who})"] += way.device
+        return tuple((what, nbytes) for what, nbytes in rest.most_common(_MOST_NAMED) if nbytes)
+
+
+class _Step(NamedTuple):
+    """From one way of a piece to a cheaper one; ordered by cost for a byte, the largest first among equals."""
+
+    price: float
+    minus_gain: int
+    piece: int
+    way: Way
+    before: Way
+
+
+def _next_step(index: int, now: Way, ways: list[Way]) -> _Step | None:
+    """The step from `now` that costs least for a byte given back."""
+    steps = (
+        _Step((way.cost - now.cost) / (now.device - way.device), way.device - now.device, index, way, now)
+        for way in ways
+        if way.device < now.device
+    )
+    return min(steps, default=None)
+
+
+def _choose(ways: list[list[Way]], needed: float, host_left: int) -> list[Way]:
+    """One way for each piece, so that at least `needed` bytes less stay on the device than in their first ways.
+
+    Which steps are taken, and in which order, does not depend on `needed`, only how many are; and a larger number is
+    never left with fewer bytes by what is taken back. So more asked never gives less.
+    """
+    chosen = [options[0] for options in ways]
+    heap = [step for index, now in enumerate(chosen) if (step := _next_step(index, now, ways[index])) is not None]
+    heapq.heapify(heap)
+    taken: list[_Step] = []
+    given = 0
+    while heap and given < needed:
+        step = heapq.heappop(heap)
+        index, way = step.piece, step.way
+        if way.host > host_left:
+            ways[index] = [other for other in ways[index] if other.host <= host_left]
+        else:
+            host_left -= way.host
+            given -= step.minus_gain
+            chosen[index] = way
+            taken.append(step)
+        following = _next_step(index, chosen[index], ways[index])
+        if following is not None:
+            heapq.heappush(heap, following)
+    for step in reversed(taken):
+        if chosen[step.piece] is step.way and given + step.minus_gain >= needed:
+            chosen[step.piece] = step.before
+            given += step.minus_gain
+    return chosen

@@ -121,6 +121,11 @@ class Policy:
         chosen = site.op in _SIGNS_SUFFICE and site.role == "activation" and dtype in codecs.FLOATS
         return chosen and self._format != codecs.EXACT and self._user_rule(site, dtype) is None
 
+    def bears_int4(self, site: Site, dtype: torch.dtype) -> bool:
+        """Whether a plan may store in 4 bits what is saved at `site`: no rule has a reason for another codec."""
+        codec, by_rule = self._answer(site, dtype)
+        return site.role == "activation" and not by_rule and codec != codecs.EXACT and codecs.holds("int4", dtype)
+
     def _user_rule(self, site: Site, dtype: torch.dtype) -> Rule | None:
         return next((rule for rule in self._user_rules if matches(rule, site, dtype)), None)
 

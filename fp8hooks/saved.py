@@ -87,7 +87,7 @@ class Packed:
 
     def _tensor(self) -> Tensor:
         payload, shape = self.payload, self.shape
-        if payload.ready is not None:
+        if payload.ready is not None and payload.home is None:
             torch.cuda.current_stream(payload.buffer.device).wait_event(payload.ready)
         if payload.edited is not None:
             raise RuntimeError(payload.edited)
@@ -98,7 +98,7 @@ class Packed:
 
     def _memory(self) -> Tensor:
         """New memory, of `Geometry.memory`, with what was stored."""
-        payload, shape = self.payload, self.shape
+        payload, shape = self.payload.here(), self.shape
         if payload.ahead is not None:
             taken: Tensor | None = payload.ahead.take(shape)
             payload.ahead = None
@@ -113,6 +113,31 @@ class Packed:
         memory = torch.empty(shape.span, dtype=payload.dtype, device=payload.buffer.device)
         payload.decode_into(core_of(memory, shape))
         return memory
+
+
+class Moved:
+    """A tensor kept as it is, in host memory, with the version it had, checked as that of `Exact`.
+
+    Args:
+        tensor: what was saved; its memory is not held.
+        packed: what gives it back, bit for bit.
+    """
+
+    __slots__ = ("_packed", "_probe", "_site", "_version")
+
+    def __init__(self, tensor: Tensor, packed: Packed, site: Site) -> None:
+        # A tensor without memory that shares the version counter: whoever edits the other one counts here too.
+        self._probe = tensor.detach()
+        self._version = self._probe._version
+        self._probe.data = tensor.new_empty(0)
+        self._packed = packed
+        self._site = site
+
+    def unpack(self) -> Tensor:
+        if self._probe._version != self._version:
+            shape = self._packed.shape.sizes
+            raise RuntimeError(edited_message(self._probe, self._version, str(self._site), shape))
+        return self._packed.unpack()
 
 
 # The one `Shared` of each thread that holds decoded memory.
@@ -167,7 +192,7 @@ class Wrapped:
 
     __slots__ = ("inner", "join")
 
-    def __init__(self, inner: Exact | Packed, join: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, inner: Exact | Moved | Packed, join: Callable[[Tensor], Tensor]) -> None:
         self.inner = inner
         self.join = join
 
@@ -175,4 +200,4 @@ class Wrapped:
         return self.join(self.inner.unpack())
 
 
-Saved = Exact | Packed | Wrapped
+Saved = Exact | Moved | Packed | Wrapped

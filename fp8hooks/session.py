@@ -15,16 +15,19 @@ from torch import Tensor
 
 from fp8hooks import callsite, compiled, dynamo
 from fp8hooks.config import CompressConfig, check_fields
-from fp8hooks.packer import Packer, Recipes
-from fp8hooks.planner import Plan
+from fp8hooks.offload import Offloader
+from fp8hooks.packer import Packer
+from fp8hooks.plan import Plan
+from fp8hooks.planner import Recorder
 from fp8hooks.policy import Policy
-from fp8hooks.report import Report
+from fp8hooks.recipes import Recipes
+from fp8hooks.report import Report, format_bytes
 from fp8hooks.saved import Saved
 from fp8hooks.stats import Ledger, Stats
 
 
 def compress(
-    config: CompressConfig | None = None, /, *, memory_savings: float | None = None, **overrides: Any
+    config: CompressConfig | None = None, /, *, memory_savings: float | str | None = None, **overrides: Any
 ) -> Session:
     """A session: a context manager around forward that stores what autograd saves in 8 bits an element.
 
@@ -73,6 +76,7 @@ class Session:
         self._lock = threading.Lock()
         self._open = 0
         self._plan: Plan | None = None
+        self._offloader = None if config.offload is False else Offloader(config.host_budget)  # type: ignore[arg-type]
 
     @property
     def stats(self) -> Stats:
@@ -85,6 +89,29 @@ class Session:
         return self._ledger.held_bytes
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that saved tensors take now, whatever step they are from."""
+        return 0 if self._offloader is None else self._offloader.pool.collect()
+
+    @property
+    def plan(self) -> Plan | None:
+        """What becomes of each save: made from the first step if memory was asked for, or set by you; else None.
+
+        Set one that another process made, and this session follows it from the next step on; set None, and a new one
+        is made, if memory is asked for.
+
+        Raises:
+            TypeError: what is set is neither.
+        """
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: Plan | None) -> None:
+        if plan is not None and not isinstance(plan, Plan):
+            raise TypeError(f"plan: {plan!r} given, a Plan or None allowed")
+        self._plan = plan
+
+    @property
     def compiled(self) -> list[compiled.Compiled]:
         """What graphs that `torch.compile` made in sessions of this config hold, tensor by tensor, for each call.
 
@@ -94,14 +121,14 @@ class Session:
 
     def report(self, by_module: bool = False) -> Report:
         """`stats` as a table, to print; with a row for each module on request."""
-        return Report(self.stats, by_module, self.compiled)
+        return Report(self.stats, by_module, self.compiled, self._plan)
 
     def __enter__(self) -> Session:
         with self._lock:
             if self._open == 0:
                 self._ledger.begin_step()
             self._open += 1
-        packer = Packer(self._policy, self._recipes, self._ledger, self.config, self._plan)
+        packer = Packer(self._policy, self._recipes, self._ledger, self.config, self._plan, self._offloader)
         context = _Context(self._hooks, packer, self._ledger)
         try:
             context.install()
@@ -125,7 +152,7 @@ class Session:
         finally:
             self._leave()
         if kind is None:
-            self._make_plan(context)
+            self._make_plan(context.packer.recorder)
             for rule in self._policy.unused():
                 self._ledger.note(f"{rule} matched nothing.")
 
@@ -140,18 +167,28 @@ class Session:
         with self._lock:
             self._open -= 1
 
-    def _make_plan(self, context: _Context) -> None:
-        asked = self.config.memory_savings
-        if asked is None:
+    def _make_plan(self, recorder: Recorder | None) -> None:
+        if recorder is not None and recorder.recording and self._plan is None and not recorder.empty:
+            host_budget = 0 if self._offloader is None else self._offloader.budget
+            self._plan = recorder.plan(self._asked(recorder.original_bytes), self._offloader is not None, host_budget)
+        plan, config = self._plan, self.config
+        if plan is None or not config.planned or config.memory_savings == "max" or plan.reached >= plan.asked:
             return
-        recorder = context.packer.recorder
-        if self._plan is None and recorder is not None and not recorder.empty:
-            self._plan = recorder.plan(asked)
-        if self._plan is not None and self._plan.reached < asked:
-            self._ledger.note(
-                f"memory_savings={asked:g} can't be reached: "
-                f"all that the policy allows gives back {self._plan.reached:.2f}."
-            )
+        setting = "memory_savings" if config.device_budget is None else "device_budget"
+        rest = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in plan.rest)
+        self._ledger.note(
+            f"{setting}={getattr(config, setting)} can't be reached: all that is allowed gives back "
+            f"{plan.reached:.2f}, {plan.asked - plan.reached:.2f} less. What holds most of the rest: {rest}."
+        )
+
+    def _asked(self, original: int) -> float:
+        """The share of a step's bytes that is to be given back."""
+        savings, budget = self.config.memory_savings, self.config.device_budget
+        if savings == "max":
+            return 1.0
+        if isinstance(budget, int):
+            return max(0.0, 1 - budget / max(1, original))
+        return float(savings or 0.0)
 
 
 dynamo.skip(compress, Session.__enter__, Session.__exit__)

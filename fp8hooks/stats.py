@@ -18,20 +18,23 @@ class Bucket:
     Attributes:
         tensors: how often autograd saved one.
         original_bytes: unique storage that autograd would have held for them; the first to save it is charged.
-        stored_bytes: bytes held in its place.
+        stored_bytes: bytes held in its place on the device.
         elements: elements of the payloads that were made.
+        host_bytes: bytes held in host memory.
     """
 
     tensors: int = 0
     original_bytes: int = 0
     stored_bytes: int = 0
     elements: int = 0
+    host_bytes: int = 0
 
-    def add(self, tensors: int, original_bytes: int, stored_bytes: int, elements: int) -> None:
+    def add(self, tensors: int, original_bytes: int, stored_bytes: int, elements: int = 0, host_bytes: int = 0) -> None:
         self.tensors += tensors
         self.original_bytes += original_bytes
         self.stored_bytes += stored_bytes
         self.elements += elements
+        self.host_bytes += host_bytes
 
     @property
     def savings(self) -> float:
@@ -44,6 +47,7 @@ class Bucket:
             "original_bytes": self.original_bytes,
             "stored_bytes": self.stored_bytes,
             "elements": self.elements,
+            "host_bytes": self.host_bytes,
             "savings": self.savings,
         }
 
@@ -98,7 +102,7 @@ def _plain(buckets: dict[str, Bucket]) -> dict[str, dict[str, float]]:
     return {name: bucket.to_dict() for name, bucket in buckets.items()}
 
 
-#: Sums of one context: by site and codec, [tensors, original bytes, stored bytes, elements].
+#: Sums of one context: by site and codec, [tensors, original bytes, stored bytes, elements, host bytes].
 Rows = dict[tuple[Site, str], list[int]]
 
 

@@ -27,7 +27,11 @@ from fp8hooks import CompressConfig, Rule
         ("rules", 3, TypeError, ("rules", "3", "Rules")),
         ("seed", True, TypeError, ("seed", "True", "whole number")),
         ("stochastic_rounding", 1, TypeError, ("stochastic_rounding", "1", "True or False")),
-        ("offload", True, ValueError, ("offload", "True", "only False")),
+        ("offload", "yes", TypeError, ("offload", "'yes'", "True, False or None")),
+        ("memory_savings", "most", TypeError, ("memory_savings", "'most'", '"max"')),
+        ("device_budget", "24 parsecs", ValueError, ("device_budget", "'24 parsecs'", "GiB")),
+        ("device_budget", -1, ValueError, ("device_budget", "-1", "GiB")),
+        ("host_budget", 1.5, TypeError, ("host_budget", "1.5", "whole number")),
     ],
 )
 def test_bad_values_name_the_argument_the_value_and_what_is_allowed(setting, value, error, words) -> None:
@@ -71,3 +75,16 @@ def test_overrides_go_over_the_config() -> None:
 def test_a_config_is_frozen() -> None:
     with pytest.raises(AttributeError):
         CompressConfig().block_size = 64  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("given", "nbytes"), [(5, 5), ("24GiB", 24 << 30), ("1.5 kib", 1536), ("500 MB", 500_000_000), ("7B", 7)]
+)
+def test_bytes_may_have_a_unit(given, nbytes) -> None:
+    assert CompressConfig(device_budget=given).device_budget == nbytes
+    assert CompressConfig.from_dict(CompressConfig(host_budget=given).to_dict()).host_budget == nbytes
+
+
+def test_a_share_and_a_budget_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match=r"device_budget: 5 given beside memory_savings=0\.5"):
+        CompressConfig(memory_savings=0.5, device_budget=5)

@@ -16,6 +16,7 @@ from fp8hooks.codecs.int4 import Int4
 from fp8hooks.codecs.int8 import Int8
 from fp8hooks.codecs.int10 import Int10
 from fp8hooks.codecs.narrow import Narrow
+from fp8hooks.codecs.raw import Raw
 from fp8hooks.codecs.square8 import Square8
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "LOSSLESS",
     "LOSSY",
     "NAMES",
+    "RAW",
     "SIGNS",
     "BlockCodec",
     "Codec",
@@ -44,6 +46,9 @@ _LOSSLESS: dict[str, type[Bits] | type[Narrow]] = {codec.name: codec for codec i
 
 #: Not for rules: it keeps no values, and serves only where `fp8hooks.policy` knows that signs suffice.
 SIGNS = Signs.name
+
+#: Not for rules either: what is moved to host memory as it is.
+RAW = Raw()
 
 #: Names of the codecs that store an approximation, and of those that do not.
 LOSSY, LOSSLESS = tuple(_LOSSY), tuple(_LOSSLESS)

@@ -21,6 +21,7 @@ from fp8hooks.codecs import philox
 
 if TYPE_CHECKING:
     from fp8hooks.kernels.launch import Launch
+    from fp8hooks.offload import Home
 
 #: dtypes that lossy codecs take. float64 and complex stay exact: who trains in them wants every bit.
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -49,7 +50,8 @@ class Payload:
 
     Attributes:
         codec: the codec that wrote it and can read it.
-        buffer: uint8, one dimension, on the device of the tensor it stands for.
+        buffer: uint8, one dimension, on the device of the tensor it stands for. Missing while it is in host memory.
+        home: there, see `fp8hooks.offload`.
         numel: elements encoded.
         dtype: dtype of the tensor it stands for, and of what `decode` returns.
         finite: True if every element is known to be finite (lets a reader skip a pass), False if not known.
@@ -59,7 +61,8 @@ class Payload:
     """
 
     __slots__ = (
-        "__weakref__", "ahead", "buffer", "codec", "coder", "dtype", "edited", "finite", "numel", "ready", "shared",
+        "__weakref__", "ahead", "buffer", "codec", "coder", "dtype", "edited", "finite", "home", "numel", "ready",
+        "shared",
     )  # fmt: skip
 
     def __init__(
@@ -81,11 +84,28 @@ class Payload:
         self.ready: Any = None
         self.edited: str | None = None
         self.ahead: Any = None
+        self.home: Home | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory held."""
-        return self.buffer.numel()
+        return self.buffer.numel() if self.home is None else 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory held."""
+        return 0 if self.home is None else self.home.nbytes
+
+    def settle(self, home: Home) -> None:
+        """Have the buffer, which was copied there, in host memory only."""
+        self.home = home
+        del self.buffer
+
+    def here(self) -> Payload:
+        """This payload with its buffer on the device: itself, or a copy for one use."""
+        if self.home is None:
+            return self
+        return Payload(self.codec, self.home.buffer(), self.numel, self.dtype, self.finite, self.coder)
 
     def decode(self) -> Tensor:
         """A fresh flat tensor of `numel` elements and of `dtype`."""
