@@ -96,6 +96,21 @@ def test_compile_measures_the_ways_asked_for(capsys, tmp_path) -> None:
     assert "--only: 'sorcery' given" in capsys.readouterr().err
 
 
+def test_knob_measures_every_share_and_peer(capsys, tmp_path) -> None:
+    out, picture = tmp_path / "knob.json", tmp_path / "knob.png"
+    arguments = ["--shape", "tiny", "--device", "cpu", "--repeats", "1", "--savings", "0", "0.4"]
+    assert cli.main(["bench", "knob", *arguments, "--out", str(out), "--plot", str(picture)]) == 0
+    results = json.loads(out.read_text())
+    assert {"eager", "fp8hooks, 0", "fp8hooks, 0.4", "checkpoint each layer", "compiled, budget 0.5"} <= set(results)
+    assert results["fp8hooks, 0"]["error"] == 0 < results["fp8hooks, 0.4"]["error"] < 0.05
+    assert 0.38 <= results["fp8hooks, 0.4"]["given_back"] <= 0.45
+    assert results["selective checkpoint"]["error"] == 0
+    assert picture.stat().st_size > 0
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "knob", *arguments, "--savings", "1.5"])
+    assert "--savings: memory_savings: 1.5 given" in capsys.readouterr().err
+
+
 def test_bad_options(capsys) -> None:
     for arguments, words in ((["--steps", "0"], "--steps"), (["--device", "abacus"], "no device 'abacus'")):
         with pytest.raises(SystemExit) as stop:

@@ -78,17 +78,22 @@ def run(options: argparse.Namespace, console: Console) -> None:
 def ways(model: Llama) -> dict[str, Way]:
     """As it is, with us, and what else gives memory back. The first is what the others are compared with."""
     session = fp8hooks.compress()
-    half = _backend(activation_memory_budget=0.5)
-    plain = _compiled(model, _backend())
+    half = compiled_layers(model, backend(activation_memory_budget=0.5))
+    quarter = compiled_layers(model, backend(activation_memory_budget=0.25))
+    plain, quantized = compiled_layers(model, backend()), compiled_layers(model, backend(_QUANTIZE))
     return {
-        "compiled": Way(_forward(model, plain)),
+        "compiled": Way(forward_through(model, plain)),
         "eager": Way(model),
-        "compiled, checkpoint each layer": Way(_forward(model, plain, recompute=True)),
-        "compiled, activation_memory_budget=0.5": Way(_forward(model, _compiled(model, half))),
-        "the same, 0.25": Way(_forward(model, _compiled(model, _backend(activation_memory_budget=0.25)))),
-        "compiled, Inductor's quantization (E4M3)": Way(_forward(model, _compiled(model, _backend(_QUANTIZE)))),
-        "compiled, fp8hooks": Way(_forward(model, plain), lambda: session),
-        "activation_memory_budget=0.5 and fp8hooks": Way(_forward(model, _compiled(model, half)), lambda: session),
+        "compiled, checkpoint each layer": Way(forward_through(model, plain, recompute=True)),
+        "compiled, activation_memory_budget=0.5": Way(forward_through(model, compiled_layers(model, half))),
+        "the same, 0.25": Way(forward_through(model, compiled_layers(model, backend(activation_memory_budget=0.25)))),
+        "compiled, Inductor's quantization (E4M3)": Way(
+            forward_through(model, compiled_layers(model, backend(_QUANTIZE)))
+        ),
+        "compiled, fp8hooks": Way(forward_through(model, plain), lambda: session),
+        "activation_memory_budget=0.5 and fp8hooks": Way(
+            forward_through(model, compiled_layers(model, half)), lambda: session
+        ),
     }
 
 
@@ -104,7 +109,7 @@ def _chosen(found: dict[str, Way], parts: list[str] | None) -> dict[str, Way]:
     return chosen
 
 
-def _backend(inductor: dict[str, Any] | None = None, **functorch: Any) -> Backend:
+def backend(inductor: dict[str, Any] | None = None, **functorch: Any) -> Backend:
     """Inductor under other settings. Dynamo tells what it compiled for one backend from what it did for another."""
 
     def compile_graph(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -119,11 +124,12 @@ def _backend(inductor: dict[str, Any] | None = None, **functorch: Any) -> Backen
     return compile_graph
 
 
-def _compiled(model: Llama, backend: Backend) -> dict[Any, Callable[..., Tensor]]:
+def compiled_layers(model: Llama, backend: Backend) -> dict[Any, Callable[..., Tensor]]:
+    """Each layer with what runs in its place."""
     return {layer: torch.compile(layer, backend=backend, fullgraph=True) for layer in model.layers}
 
 
-def _forward(
+def forward_through(
     model: Llama, layers: dict[Any, Callable[..., Tensor]], recompute: bool = False
 ) -> Callable[[Tensor], Tensor]:
     """The model's forward, with its layers replaced, and each checkpointed on request."""
