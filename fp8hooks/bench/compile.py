@@ -63,7 +63,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     torch._dynamo.reset()
     # A layer's code is compiled once a way; Dynamo keeps eight versions of it otherwise.
     with torch._dynamo.config.patch(recompile_limit=32):
-        results = measure(model, model.inputs(), _chosen(ways(model), options.only), options.repeats)
+        results = measure(model, model.inputs(), chosen(ways(model), options.only), options.repeats)
     vocabulary = f", {options.vocab} logits" if options.vocab else ""
     title = (
         f"forward and backward, {options.shape}{vocabulary}, each layer compiled, bfloat16, "
@@ -85,28 +85,24 @@ def ways(model: Llama) -> dict[str, Way]:
         "compiled": Way(forward_through(model, plain)),
         "eager": Way(model),
         "compiled, checkpoint each layer": Way(forward_through(model, plain, recompute=True)),
-        "compiled, activation_memory_budget=0.5": Way(forward_through(model, compiled_layers(model, half))),
-        "the same, 0.25": Way(forward_through(model, compiled_layers(model, backend(activation_memory_budget=0.25)))),
-        "compiled, Inductor's quantization (E4M3)": Way(
-            forward_through(model, compiled_layers(model, backend(_QUANTIZE)))
-        ),
+        "compiled, activation_memory_budget=0.5": Way(forward_through(model, half)),
+        "the same, 0.25": Way(forward_through(model, quarter)),
+        "compiled, Inductor's quantization (E4M3)": Way(forward_through(model, quantized)),
         "compiled, fp8hooks": Way(forward_through(model, plain), lambda: session),
-        "activation_memory_budget=0.5 and fp8hooks": Way(
-            forward_through(model, compiled_layers(model, half)), lambda: session
-        ),
+        "activation_memory_budget=0.5 and fp8hooks": Way(forward_through(model, half), lambda: session),
     }
 
 
-def _chosen(found: dict[str, Way], parts: list[str] | None) -> dict[str, Way]:
+def chosen(found: dict[str, Way], parts: list[str] | None) -> dict[str, Way]:
     """The first way, and those whose names have one of the parts in them; all without any."""
     if not parts:
         return found
     first = next(iter(found))
-    chosen = {name: way for name, way in found.items() if name == first or any(part in name for part in parts)}
+    some = {name: way for name, way in found.items() if name == first or any(part in name for part in parts)}
     for part in parts:
-        if not any(part in name for name in chosen):
+        if not any(part in name for name in some):
             raise ValueError(f"--only: {part!r} given, parts of {', '.join(map(repr, found))} allowed")
-    return chosen
+    return some
 
 
 def backend(inductor: dict[str, Any] | None = None, **functorch: Any) -> Backend:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fp8hooks
-from fp8hooks.bench.compile import backend, compiled_layers, forward_through
+from fp8hooks.bench.compile import backend, chosen, compiled_layers, forward_through
 from fp8hooks.bench.llama import SHAPES, Llama
 from fp8hooks.bench.step import forward_recomputing
 from fp8hooks.bench.steps import Result, Way, measure
@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--savings", type=float, nargs="+", default=SAVINGS, metavar="S", help="to ask for (default %(default)s)"
     )
-    parser.add_argument("--no-peers", action="store_true", help="measure nothing else than us and plain eager")
+    parser.add_argument(
+        "--only", nargs="+", metavar="WAY", help="besides the first, ways whose names have one of these"
+    )
     parser.add_argument("--repeats", type=int, default=7, help="times to measure (default %(default)s)")
     parser.add_argument("--device", default="cuda", help="cuda, cpu, ... (default %(default)s)")
     parser.add_argument("--out", metavar="JSON", help="write the figures to this file too")
@@ -58,11 +60,11 @@ def run(options: argparse.Namespace, console: Console) -> None:
     model = Llama(SHAPES[options.shape], device, torch.bfloat16)
     ways = {"eager": Way(model)}
     ways |= {name: Way(model, functools.partial(_same, session)) for name, session in sessions.items()}
-    if not options.no_peers:
-        ways |= peers(model, console)
+    ways = chosen(ways | peers(model, console), options.only)
     with torch._dynamo.config.patch(recompile_limit=32):
         results = measure(model, model.inputs(), ways, options.repeats)
     title = f"forward and backward, {options.shape}, bfloat16, {name_of(device)}, torch {torch.__version__}"
+    sessions = {name: session for name, session in sessions.items() if name in results}
     console.print(_table(title, results, sessions))
     if options.out:
         found = {
