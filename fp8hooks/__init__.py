@@ -2,7 +2,8 @@
 
 from fp8hooks.audit import Audit, audit
 from fp8hooks.config import CompressConfig, Rule
+from fp8hooks.plan import Plan
 from fp8hooks.session import Session, compress
 
-__all__ = ["Audit", "CompressConfig", "Rule", "Session", "audit", "compress"]
+__all__ = ["Audit", "CompressConfig", "Plan", "Rule", "Session", "audit", "compress"]
 __version__ = "0.1.0"

@@ -11,7 +11,7 @@ from torch import nn
 
 import fp8hooks
 from fp8hooks import Rule
-from fp8hooks.plan import Plan, Save
+from fp8hooks.plan import Save
 from fp8hooks.saved import Site
 from tests import models
 
@@ -179,7 +179,7 @@ def test_a_plan_is_data(tmp_path) -> None:
     path = tmp_path / "plan.json"
     session.plan.save(path)
     other = fp8hooks.compress(offload=True)
-    other.plan = Plan.load(path)
+    other.plan = fp8hooks.Plan.load(path)
     assert other.plan == session.plan
     models.step(model, x, other)
     assert other.stats.stored_bytes == session.stats.stored_bytes
@@ -205,7 +205,7 @@ def test_what_is_no_plan_is_refused(tmp_path, text: str, words: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="plan") as caught:
-        Plan.load(path)
+        fp8hooks.Plan.load(path)
     assert words in str(caught.value)
 
 
