@@ -135,6 +135,8 @@ class Packer:
             shared = self._share(memory, recipe, tensor.dtype)
             if shared is not None:
                 self._record((recipe.site, shared.codec.name), charge)
+                if self.recorder is not None and self.recorder.recording:
+                    self.recorder.shared(address, recipe.int4 is not None or recipe.signs_suffice)
                 packed = Packed(shared, shape, recipe.shares)
                 if recipe.shares:
                     _count_user(shared)

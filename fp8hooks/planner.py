@@ -26,8 +26,9 @@ _TRAFFIC = 2 * 0.24
 _HARM = {"attention_qk": 0.9, "attention_vo": 0.6, "probability": 0.6, "log_prob": 0.3}
 # To the host and back, beside other work: what is saved first has a whole step for it, what is saved last none.
 _HOST_FIRST, _HOST_LAST = 7.0, 22.0
-# Ten times the error of 8 bits: after everything else.
-_INT4_HARM = 60.0
+# Twice the error of 8 bits, or five times (see `fp8hooks.policy`): after everything else.
+_INT4_HARM = {"rms_norm": 120.0, "mul": 120.0}
+_INT4_LEAST_HARM = 60.0
 # Compressing what somebody else holds at the end of forward frees nothing yet: late, but before 4 bits.
 _HELD = 30.0
 
@@ -98,7 +99,8 @@ class _Piece:
             ways.append(Way(HOST, 0, stored, coded + host * stored))
         if self.int4 and self.int4.keys() == self.stored.keys():
             small = sum(self.int4.values())
-            ways.append(Way(INT4, small, 0, held + _TRAFFIC * (self.nbytes + small) + _INT4_HARM * self.nbytes))
+            harm = max(_INT4_HARM.get(save.site.op, _INT4_LEAST_HARM) for save in self.int4)
+            ways.append(Way(INT4, small, 0, held + _TRAFFIC * (self.nbytes + small) + harm * self.nbytes))
         return ways
 
     def choices(self, choice: str) -> Iterator[tuple[Save, str]]:
@@ -142,6 +144,11 @@ class Recorder:
         piece.stored[save] = stored
         if int4 is not None:
             piece.int4[save] = int4
+
+    def shared(self, address: int, bears_int4: bool) -> None:
+        """A save uses the payload of another one of its storage; `bears_int4`: it could do with 4 bits too."""
+        if not bears_int4 and address in self._pieces:
+            self._pieces[address].int4.clear()
 
     def replaced(self, save: Save | None, address: int) -> None:
         """A save of a storage, compressed before, now uses the payload of another one, and has none of its own."""

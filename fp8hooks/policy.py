@@ -87,6 +87,13 @@ DEFAULT: tuple[Rule, ...] = (
 # Backward asks of these tensors whether they are positive, and nothing else.
 _SIGNS_SUFFICE = frozenset({"relu", "leaky_relu"})
 
+# Where 4 bits may serve, if memory is short. With all of one operation's saves in 4 bits and the rest by the policy the
+# gradient of the trained language model was 0.027 off with silu's (0.014 without; encoder, gelu: 0.014 for 0.008),
+# 0.048 with rms_norm's, 0.067 with products'; but 0.20 with the inputs of linear (encoder 0.19; convolution 0.14), 0.22
+# with v and outputs of attention, 2.0 with q and k: a sum over tokens, which makes a weight's gradient, does not
+# average their noise away.
+_BEARS_INT4 = frozenset({"silu", "gelu", "mish", "softplus", "hardswish", "elu", "selu", "celu", "rms_norm", "mul"})
+
 # Roles of which smaller tensors stay exact: the whole gradient hangs on them, and so small they are next to nothing
 # beside the activations. Log-probabilities [128, 10] of a conv net that knew its digits by heart put the gradient
 # 0.055 off, all the rest 0.008; a language model's are many more. Probabilities that a mixture of experts routes by are
@@ -122,9 +129,10 @@ class Policy:
         return chosen and self._format != codecs.EXACT and self._user_rule(site, dtype) is None
 
     def bears_int4(self, site: Site, dtype: torch.dtype) -> bool:
-        """Whether a plan may store in 4 bits what is saved at `site`: no rule has a reason for another codec."""
+        """Whether a plan may store in 4 bits what is saved at `site`."""
         codec, by_rule = self._answer(site, dtype)
-        return site.role == "activation" and not by_rule and codec != codecs.EXACT and codecs.holds("int4", dtype)
+        chosen = site.op in _BEARS_INT4 and site.role == "activation"
+        return chosen and not by_rule and codec != codecs.EXACT and codecs.holds("int4", dtype)
 
     def _user_rule(self, site: Site, dtype: torch.dtype) -> Rule | None:
         return next((rule for rule in self._user_rules if matches(rule, site, dtype)), None)
@@ -158,6 +166,8 @@ class Policy:
         saves a whole payload, the choice between formats a little error. A rule, though, has its reason.
         """
         codec, by_rule = self._answer(site, dtype)
+        if stored == "int4" and codec != stored:
+            return self.bears_int4(site, dtype)
         return stored == codec or not by_rule or (codec, stored) == _FINER
 
 

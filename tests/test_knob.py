@@ -63,11 +63,27 @@ def test_beyond_eight_bits_the_host_takes_the_rest(asked: float) -> None:
     assert models.relative_error(grads, exact) <= 1.1 * models.relative_error(at_half, exact) + 1e-3
 
 
-def test_without_the_host_four_bits_come_last_and_the_report_names_them() -> None:
-    session, _ = achieved(*deep(), memory_savings=0.8)
-    assert 0.78 <= session.stats.savings <= 0.85
-    assert session.stats.by_codec["int4"].stored_bytes > 0
+def test_without_the_host_four_bits_come_last_where_they_serve_and_the_report_names_them() -> None:
+    model, x = deep()
+    eight, _ = achieved(model, x, memory_savings=0.7)
+    assert "int4" not in eight.stats.by_codec
+    session, grads = achieved(model, x, memory_savings="max")
+    assert {site.op for site, codec in session.stats.sites if codec == "int4"} == {"gelu"}
+    assert session.stats.savings > eight.stats.savings + 0.02
     assert "4 bits" in str(session.report())
+    assert models.relative_error(grads, models.step(model, x)[1]) < 0.05
+
+
+def test_what_a_product_needs_too_is_not_stored_in_four_bits() -> None:
+    linear, x = nn.Linear(64, 64), torch.randn(512, 64, requires_grad=True)
+    session = fp8hooks.compress(memory_savings="max")
+    for _ in range(2):
+        with session:
+            h = x * 1
+            loss = F.gelu(h).sum() + linear(h).sum()
+        loss.backward()
+    assert {codec for _, codec in session.stats.sites} == {"square8"}
+    assert session.stats.savings == pytest.approx(session.plan.reached)
 
 
 def test_max_is_all_that_can_be_had() -> None:
