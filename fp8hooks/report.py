@@ -87,7 +87,8 @@ class Report:
         if self.plan is not None and INT4 in self.plan.choices.values() and INT4 in stats.by_codec:
             yield (
                 f"Stored in 4 bits by the plan: {format_bytes(stats.by_codec[INT4].original_bytes)} of what autograd "
-                "would hold. They may double the gradient's error or more: measure it with fp8hooks.audit, or allow offload."
+                "would hold. They may double the gradient's error or more: measure it with fp8hooks.audit, or allow "
+                "offload."
             )
         yield from stats.notes
 
