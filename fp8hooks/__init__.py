@@ -4,6 +4,19 @@ from fp8hooks.audit import Audit, audit
 from fp8hooks.config import CompressConfig, Rule
 from fp8hooks.plan import Plan
 from fp8hooks.session import Session, compress
+from fp8hooks.wrapping import compress_wrapper, disable, enable, sessions
 
-__all__ = ["Audit", "CompressConfig", "Plan", "Rule", "Session", "audit", "compress"]
+__all__ = [
+    "Audit",
+    "CompressConfig",
+    "Plan",
+    "Rule",
+    "Session",
+    "audit",
+    "compress",
+    "compress_wrapper",
+    "disable",
+    "enable",
+    "sessions",
+]
 __version__ = "0.1.0"

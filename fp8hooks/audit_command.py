@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("factory", metavar="MODULE:FUNCTION", help="a function that gives (model, batch, loss_fn)")
     parser.add_argument("--sites", action="store_true", help="measure each site by itself too")
-    parser.add_argument("--format", default="fp8_e4m3", help="codec of activations (default %(default)s)")
+    parser.add_argument("--format", default="square8", help="codec of activations (default %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
     parser.add_argument("--plot", metavar="PNG", help="draw the worst parameters and sites")
 

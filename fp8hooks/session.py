@@ -78,6 +78,10 @@ class Session:
         self._plan: Plan | None = None
         self._offloader = None if config.offload is False else Offloader(config.host_budget)  # type: ignore[arg-type]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy (of a model that has one) starts with the settings and the plan, and counts for itself.
+        return _restored, (self.config, self._plan)
+
     @property
     def stats(self) -> Stats:
         """What the latest step saved, a step being the time from the first entry to the last exit."""
@@ -189,6 +193,12 @@ class Session:
         if isinstance(budget, int):
             return max(0.0, 1 - budget / max(1, original))
         return float(savings or 0.0)
+
+
+def _restored(config: CompressConfig, plan: Plan | None) -> Session:
+    session = Session(config)
+    session.plan = plan
+    return session
 
 
 dynamo.skip(compress, Session.__enter__, Session.__exit__)
