@@ -151,6 +151,10 @@ class Pool:
             slab //= 2
         if slab < size:
             return False
-        self._slabs.append(_Slab(slab))
+        try:
+            self._slabs.append(_Slab(slab))
+        except RuntimeError:  # the system pins no more
+            self._budget = self.reserved
+            return False
         self.reserved += slab
         return True

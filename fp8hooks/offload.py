@@ -101,6 +101,11 @@ class Home:
             return resident
         if self.device.type != "cuda":
             return self._region.memory.clone()
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "fp8hooks: a tensor that was saved before a CUDA graph is captured is in host memory and can't be "
+                "brought back inside; capture forward too, or set offload=False"
+            )
         with self._lock:
             back, self._back = self._back or self._fetch(), None
         stream = torch.cuda.current_stream(self.device)
@@ -110,13 +115,16 @@ class Home:
         return back.buffer
 
     def fetch(self) -> bool:
-        """Start to bring the bytes back, for who will ask on the current stream; False if they are there."""
+        """Start to bring the bytes back, for the current stream; False if they are there, or don't fit."""
         if self.resident is not None or self.device.type != "cuda":
             return False
         with self._lock:
             if self._back is not None:
                 return False
-            self._back = self._fetch()
+            try:
+                self._back = self._fetch()
+            except torch.OutOfMemoryError:  # later, then, when it must be
+                return False
         return True
 
     @property
@@ -164,17 +172,25 @@ class Offloader:
         self._lock = threading.Lock()
 
     def suits(self, buffer: Tensor) -> bool:
-        """Whether a buffer may be moved: it is worth a copy, and no CUDA graph is captured."""
-        large = buffer.numel() >= LEAST_OFFLOADED
-        return large and not (buffer.is_cuda and torch.cuda.is_current_stream_capturing())
+        """Whether a buffer may be moved: it is worth a copy, frees what is short, and no CUDA graph is captured."""
+        if buffer.numel() < LEAST_OFFLOADED:
+            return False
+        if buffer.is_cuda:
+            return not torch.cuda.is_current_stream_capturing()
+        # Beside a GPU the memory of the CPU is not what is short; without one this serves for trying things out.
+        return buffer.device.type == "cpu" and not torch.cuda.is_available()
 
-    def move(self, buffer: Tensor, room: int = 0) -> Home | None:
+    @property
+    def busy(self) -> bool:
+        """Whether copies may be on their way."""
+        return bool(self._out)
+
+    def move(self, buffer: Tensor, room: int = 0, foreign: bool = False) -> Home | None:
         """Copy a buffer (uint8, contiguous) to the host; None if there is no room.
-
-        The buffer's memory is free after the copy: it must not be written to before by others than the current stream.
 
         Args:
             room: bytes that the device has left for copies that still run, beside `IN_FLIGHT`.
+            foreign: its memory was not allocated here, and so maybe on another stream than the current one.
         """
         region = self.pool.take(buffer.numel())
         if region is None:
@@ -184,15 +200,19 @@ class Offloader:
             region.memory.copy_(buffer)
             return home
         home.resident = buffer
-        done = _copy(region.memory, buffer, _streams_of(buffer.device).out, region)
+        out = _streams_of(buffer.device).out
+        done = _copy(region.memory, buffer, out, region)
+        if foreign:
+            buffer.record_stream(out)
         with self._lock:
             self._out.append(_Out(weakref.ref(home), buffer, torch.cuda.current_stream(buffer.device), done))
             self._out_bytes += home.nbytes
-        self.settle(IN_FLIGHT + max(0, room))
+        self.settle(room)
         return home
 
-    def settle(self, most: int = IN_FLIGHT) -> None:
-        """Let go of buffers that have been copied, and of the oldest while more than `most` bytes are on their way."""
+    def settle(self, room: int = 0) -> None:
+        """Let go of buffers that have been copied, and of the oldest while too many are on their way; see `move`."""
+        most = IN_FLIGHT + max(0, room)
         with self._lock:
             while self._out:
                 home, buffer, stream, done = self._out[0]
@@ -217,7 +237,8 @@ _LOOKED_AT = 256
 class Fetcher:
     """Brings payloads back ahead of backward, for one entry of a session."""
 
-    def __init__(self) -> None:
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self._settle = settle
         self._lock = threading.Lock()
         self._cursor: int | None = None
         self._expected: int | None = None
@@ -231,6 +252,7 @@ class Fetcher:
 
     def ask(self, number: int, saves: Sequence[weakref.ref[Packed]], following: Callable[[int], int | None]) -> None:
         """Backward has asked for a save: fetch those that will come after it, in the order that `following` tells."""
+        self._settle()
         with self._lock:
             self._count += 1
             if number in self._asked:  # once more through a graph that was retained
@@ -264,7 +286,9 @@ class Fetcher:
         homes = [home for _, found in self._waiting if (home := found()) is not None]
         room = IN_FLIGHT + self._freed - sum(home.nbytes for home in homes)
         for _ in range(_LOOKED_AT):
-            if self._cursor is None or self._cursor >= len(saves) or len(self._waiting) >= _AHEAD:
+            if self._cursor is not None and self._cursor >= len(saves):  # learned in an entry that had more saves
+                self._cursor = None
+            if self._cursor is None or len(self._waiting) >= _AHEAD:
                 return
             packed = saves[self._cursor]()
             home = None if packed is None or self._cursor in self._asked else packed.payload.home

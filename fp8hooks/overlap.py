@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -136,10 +137,12 @@ class Trace:
 
     Args:
         order: after which number which one was asked for, in this or an earlier step; learned from step to step.
+        settle: lets go of what has been copied to the host.
     """
 
-    def __init__(self, order: dict[int, int]) -> None:
+    def __init__(self, order: dict[int, int], settle: Callable[[], None]) -> None:
         self._order = order
+        self._settle = settle
         self._saves: list[weakref.ref[Packed]] = []
         self._last: int | None = None
         self._asked = 0
@@ -154,14 +157,14 @@ class Trace:
         if packed.payload.home is None:
             self._decodes = True
         elif self._fetcher is None:
-            self._fetcher = Fetcher()
+            self._fetcher = Fetcher(self._settle)
 
     def ask(self, number: int) -> None:
         """Backward has asked for a save: fetch, or decode, those that will come after it."""
         if self._last is not None and self._last != number:
             self._order[self._last] = number
         self._last = number
-        if self._fetcher is not None:
+        if self._fetcher is not None and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             self._fetcher.ask(number, self._saves, self._following)
         if not self._decodes or not torch.cuda.is_current_stream_capturing():
             return

@@ -13,6 +13,7 @@ from fp8hooks import callsite, codecs, identity, overlap, roles
 from fp8hooks.callsite import Call, Op
 from fp8hooks.codecs import Payload, philox
 from fp8hooks.config import CompressConfig
+from fp8hooks.identity import Geometry
 from fp8hooks.integrations import distributed, transformer_engine
 from fp8hooks.offload import Offloader
 from fp8hooks.plan import CODEC, EXACT, HOST, INT4, Plan, Save
@@ -66,7 +67,7 @@ class Packer:
         self._rows = ledger.rows()
         self._plan = plan
         # Only the knob asks what a step saved.
-        self.recorder = Recorder(plan is None) if config.planned or plan is not None else None
+        self.recorder = Recorder(plan) if config.planned or plan is not None else None
         self._offloader = offloader
         self._default = HOST if offloader is not None and _offloads_all(config) else CODEC
         # Bytes that this entry keeps on the device, and those that found no place in host memory.
@@ -77,26 +78,30 @@ class Packer:
         self._charged: set[int] = set()
         self._exact: set[int] = set()
         self._compressed: dict[int, tuple[str, int]] = {}
+        # Those whose memory was moved to the host as it is.
+        self._moved: dict[int, weakref.ref[Payload]] = {}
         # Payloads by the memory that they stand for, weakly: the graph owns them.
         self._payloads: dict[Any, weakref.ref[Payload]] = {}
         self._signs: dict[Any, _Signs] = {}
         self._overlap = overlap.Encoder()
-        self._trace = overlap.Trace(recipes.order)
+        self._trace = overlap.Trace(recipes.order, _nothing if offloader is None else offloader.settle)
         self._keys = philox.Keys(config.seed, ledger.steps, ledger.contexts)
         self._stochastic = config.stochastic_rounding
 
     def close(self) -> None:
         """Say what compressing did not free, and forget all that is weakly held."""
         for address, (op, nbytes) in self._compressed.items():
-            if self._storages.alive(address):
+            if self._storages.alive(address) and not self._on_its_way(address):
                 self._ledger.record_not_freed(op, nbytes)
-        if self.recorder is not None and self.recorder.recording:
-            self.recorder.close(self._storages.alive)
+        if self.recorder is not None:
+            self.recorder.close(lambda address: self._storages.alive(address) and not self._on_its_way(address))
         if self._refused:
             self._ledger.note(
                 f"Host memory for saved tensors is full (host_budget): {self._refused:,} bytes that should have gone "
                 "there stayed on the device."
             )
+        if self._offloader is not None:
+            self._offloader.settle()
         self._overlap.close()
         self._payloads.clear()
         self._signs.clear()
@@ -126,8 +131,11 @@ class Packer:
             charge = storage.nbytes()
         save, choice = self._choose(recipe.site)
         shape = recipe.shape
-        # Memory that is kept exact already costs nothing more.
-        if recipe.codec is None or shape is None or address in self._exact or tensor.is_neg():
+        # Memory that is kept exact already, here or in host memory, costs nothing more.
+        exact = address in self._exact
+        if address in self._moved and not exact:
+            exact = self._known(_raw_key(address, tensor)) is not None
+        if recipe.codec is None or shape is None or exact or tensor.is_neg():
             return self._save_exact(tensor, recipe, address, charge, save, choice)
         # The pointer too, since a storage may be resized, and so move, without a new version.
         memory = (address, tensor.data_ptr(), shape.core, tensor.dtype, tensor._version)
@@ -135,8 +143,8 @@ class Packer:
             shared = self._share(memory, recipe, tensor.dtype)
             if shared is not None:
                 self._record((recipe.site, shared.codec.name), charge)
-                if self.recorder is not None and self.recorder.recording:
-                    self.recorder.shared(address, recipe.int4 is not None or recipe.signs_suffice)
+                if self.recorder is not None and save is not None:
+                    self.recorder.shared(save, address, recipe.int4 is not None or recipe.signs_suffice)
                 packed = Packed(shared, shape, recipe.shares)
                 if recipe.shares:
                     _count_user(shared)
@@ -157,10 +165,14 @@ class Packer:
         save = self.recorder.number(site)
         return save, self._default if self._plan is None else self._plan.of(save)
 
+    def _known(self, memory: Any) -> Payload | None:
+        """The payload of some memory, if there is one and the graph still holds it."""
+        known = self._payloads.get(memory)
+        return None if known is None else known()
+
     def _share(self, memory: Any, recipe: Recipe, dtype: torch.dtype) -> Payload | None:
         """The payload of the same memory, if another save made one that serves here too."""
-        known = self._payloads.get(memory)
-        payload = None if known is None else known()
+        payload = self._known(memory)
         if payload is None and recipe.signs_suffice and memory in self._signs:
             payload = next((packed.payload for packed in self._signs[memory].alive()), None)
         if payload is None:
@@ -199,22 +211,32 @@ class Packer:
         row = self._record(key, charge, payload.nbytes, payload.numel, payload.host_bytes)
         if signs is not None and earlier:
             row[1] += self._replace(signs, earlier, payload, address)
-        if self.recorder is not None and save is not None and self.recorder.recording:
+        if self.recorder is not None and save is not None:
             small = None if recipe.int4 is None else recipe.int4.nbytes(recipe.shape.numel)
-            self.recorder.compressed(save, address, tensor.untyped_storage().nbytes(), stored, small)
+            nbytes = tensor.untyped_storage().nbytes()
+            self.recorder.compressed(save, address, nbytes, stored, small, movable=not recipe.signs_suffice)
         if recipe.signs_suffice:
             self._signs[memory] = _Signs(packed, save, row, charge)
         else:
             self._payloads[memory] = reference
         return packed
 
+    @property
+    def _room(self) -> int:
+        """Bytes that the device will have taken up at the end of forward, and does not yet."""
+        return 0 if self._plan is None else self._plan.totals.device - self._kept
+
+    def _on_its_way(self, address: int) -> bool:
+        """Whether we still hold memory of others', since it is being copied to the host."""
+        payload = self._moved[address]() if address in self._moved else None
+        return payload is not None and payload.home is not None and payload.home.resident is not None
+
     def _offload(self, payload: Payload) -> bool:
         """Have a payload's buffer copied to host memory, if that has room."""
         nbytes = payload.nbytes
         if self._offloader is None or not self._offloader.suits(payload.buffer):
             return False
-        room = 0 if self._plan is None else self._plan.totals.device - self._kept
-        home = self._offloader.move(payload.buffer, room)
+        home = self._offloader.move(payload.buffer, self._room, foreign=payload.codec is codecs.RAW)
         if home is None:
             self._refused += nbytes
             return False
@@ -245,20 +267,21 @@ class Packer:
         signs.row[3] -= earlier[0].payload.numel
         for packed in earlier:
             packed.payload = payload
-        if self.recorder is not None and self.recorder.recording:
+        if self.recorder is not None:
             self.recorder.replaced(signs.save, address)
         return signs.charge
 
     def _save_exact(
         self, tensor: Tensor, recipe: Recipe, address: int, charge: int, save: Save | None, choice: str
     ) -> Exact | Moved:
-        nbytes = tensor.untyped_storage().nbytes()
-        shape = recipe.shape
-        own = 0 if shape is None or not shape.dense else shape.numel * tensor.itemsize
-        if self.recorder is not None and save is not None and self.recorder.recording:
-            self.recorder.exact(save, address, nbytes, own)
-        if choice == HOST and address not in self._exact and own == nbytes and not tensor.is_inference():
-            moved = self._move(tensor, recipe, charge, address)
+        storage = tensor.untyped_storage()
+        nbytes, key, fills = storage.nbytes(), _raw_key(address, tensor), _fills(tensor, recipe.shape, storage)
+        if self.recorder is not None and save is not None:
+            self.recorder.exact(save, address, nbytes, key, fills)
+        if key is not None and address not in self._exact:
+            # A plan has looked at all of the storage.
+            chosen = choice == HOST and (fills or self._plan is not None)
+            moved = self._move(tensor, recipe, charge, key) if chosen or self._known(key) is not None else None
             if moved is not None:
                 return moved
         stored = 0
@@ -268,22 +291,21 @@ class Packer:
         self._record(recipe.exact_row, charge, stored)
         return keep_exact(tensor, recipe.site)
 
-    def _move(self, tensor: Tensor, recipe: Recipe, charge: int, address: int) -> Moved | None:
-        """Keep a tensor as it is, in host memory; None if that has no room."""
-        assert recipe.shape is not None
-        # Moved once, whoever else saves it.
-        memory = (address, tensor.data_ptr(), codecs.RAW, tensor.dtype, tensor._version)
-        known = self._payloads.get(memory)
-        payload = None if known is None else known()
-        host_bytes = 0
+    def _move(self, tensor: Tensor, recipe: Recipe, charge: int, key: Any) -> Moved | None:
+        """Keep a tensor as it is, its storage in host memory; None if that has no room. Once, whoever else saves it."""
+        payload, host_bytes = self._known(key), 0
         if payload is None:
-            payload = codecs.RAW.encode(identity.core_of(tensor.detach(), recipe.shape))
+            storage = tensor.untyped_storage()
+            payload = codecs.RAW.encode(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
             if not self._offload(payload):
                 return None
-            self._payloads[memory] = self._ledger.watch(payload)
+            self._payloads[key] = self._moved[key[0]] = self._ledger.watch(payload)
             host_bytes = payload.host_bytes
-            self._compressed[address] = (recipe.site.op, charge)
-        packed = Packed(payload, recipe.shape, False)
+            if charge:
+                self._compressed[key[0]] = (recipe.site.op, charge)
+        shape = identity.geometry((payload.numel,), (1,))
+        assert shape is not None
+        packed = Packed(payload, shape, False)
         self._trace.add(packed)
         self._record(recipe.exact_row, charge, 0, 0, host_bytes)
         return Moved(tensor, packed, recipe.site)
@@ -299,7 +321,7 @@ class Packer:
             site = site._replace(role="weight")
         else:
             self._record((site, codecs.EXACT), nbytes, nbytes)
-            if self.recorder is not None and self.recorder.recording:
+            if self.recorder is not None:
                 self.recorder.fixed(f"{site.op} ({type(tensor).__name__})", nbytes)
         return keep_exact(tensor, site)
 
@@ -315,6 +337,8 @@ class Packer:
         row[3] += elements
         row[4] += host_bytes
         self._kept += stored_bytes
+        if self._offloader is not None and stored_bytes and self._offloader.busy:
+            self._offloader.settle(room=self._room)
         return row
 
 
@@ -325,6 +349,20 @@ def _saver(tensor: Tensor, op: Op, call: Call | None) -> tuple[Op, str]:
         if part is not None:
             return Op(part.op, True), part.role
     return op, roles.role_of(tensor, op, call)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _raw_key(address: int, tensor: Tensor) -> Any:
+    """Names a storage that is moved as it is, at the version of a tensor in it; None for those that have none."""
+    return None if tensor.is_inference() else (address, codecs.RAW, tensor._version)
+
+
+def _fills(tensor: Tensor, shape: Geometry | None, storage: torch.UntypedStorage) -> bool:
+    """Whether a tensor is most of its storage, so that moving the whole is worth it."""
+    return shape is not None and 2 * shape.numel * tensor.itemsize >= storage.nbytes()
 
 
 # A first step that may use host memory uses it where 8 bits would not give back as much as this.

@@ -117,8 +117,11 @@ class Plan:
             totals = Totals(**{name: int(value) for name, value in data["totals"].items()})
             rest = tuple((str(what), int(nbytes)) for what, nbytes in data["rest"])
             saves = dict(_save_from(entry) for entry in data["saves"])
-            return cls(saves, float(data["asked"]), totals, rest)
-        except (KeyError, TypeError, AttributeError) as error:
+            asked = float(data["asked"])
+            if not 0 <= asked <= 1:
+                raise ValueError(f"asked: {asked} given, 0 to 1 allowed;")
+            return cls(saves, asked, totals, rest)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"plan: {error} is wrong or missing; what Plan.to_dict gives is allowed") from error
 
     def save(self, path: str | Path) -> None:
@@ -143,6 +146,6 @@ class Plan:
 def _save_from(entry: Mapping[str, Any]) -> tuple[Save, str]:
     choice = entry["choice"]
     if choice not in CHOICES:
-        raise ValueError(f"plan: choice {choice!r} given, one of {', '.join(CHOICES)} allowed")
+        raise ValueError(f"choice: {choice!r} given, one of {', '.join(CHOICES)} allowed;")
     site = Site(str(entry["module"]), str(entry["op"]), str(entry["role"]))
     return Save(site, int(entry["occurrence"])), choice

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -61,7 +61,9 @@ class _Piece:
         before: bytes that were saved before it in the step.
         stored: by save, bytes of its payload.
         int4: by save, bytes that 4 bits would take; only where they may be used.
-        exact: by save that the policy keeps as it is, the bytes that it covers; 0 if it has gaps.
+        fixed: of those in `stored`, the saves that stay on the device.
+        exact: by save that the policy keeps as it is, what names its memory if that can be moved (saves of one name are
+            moved as one), and whether it is most of the storage.
         held: somebody else holds it when the session closes.
     """
 
@@ -70,13 +72,17 @@ class _Piece:
     before: int
     stored: dict[Save, int] = field(default_factory=dict)
     int4: dict[Save, int] = field(default_factory=dict)
-    exact: dict[Save, int] = field(default_factory=dict)
+    fixed: set[Save] = field(default_factory=set)
+    exact: dict[Save, tuple[object, bool]] = field(default_factory=dict)
     held: bool = False
 
     @property
     def movable(self) -> bool:
-        """Whether it is all one save, which the policy keeps as it is."""
-        return not self.stored and list(self.exact.values()) == [self.nbytes]
+        """Whether it is all the policy's to keep as it is, and can be moved."""
+        if self.stored or not any(most for _, most in self.exact.values()):
+            return False
+        names = {name for name, _ in self.exact.values()}
+        return len(names) == 1 and None not in names
 
     @property
     def harm(self) -> float:
@@ -95,8 +101,10 @@ class _Piece:
         stored, held = sum(self.stored.values()), _HELD * self.nbytes * self.held
         coded = held + _TRAFFIC * (self.nbytes + stored) + self.harm * self.nbytes
         ways.append(Way(CODEC, stored, 0, coded))
-        if offload and min(self.stored.values()) >= LEAST_OFFLOADED:
-            ways.append(Way(HOST, 0, stored, coded + host * stored))
+        moved = {save: nbytes for save, nbytes in self.stored.items() if nbytes and save not in self.fixed}
+        if offload and moved and min(moved.values()) >= LEAST_OFFLOADED:
+            out = sum(moved.values())
+            ways.append(Way(HOST, stored - out, out, coded + host * out))
         if self.int4 and self.int4.keys() == self.stored.keys():
             small = sum(self.int4.values())
             harm = max(_INT4_HARM.get(save.site.op, _INT4_LEAST_HARM) for save in self.int4)
@@ -110,18 +118,19 @@ class _Piece:
         for save, nbytes in self.stored.items():
             # Where one save keeps the memory, no other need store it again; where there are no bytes of its own, it is
             # for another to move them.
-            yield save, EXACT if self.exact else choice if nbytes or choice == EXACT else CODEC
+            fixed = choice == HOST and save in self.fixed
+            yield save, EXACT if self.exact else choice if (nbytes and not fixed) or choice == EXACT else CODEC
 
 
 class Recorder:
-    """Numbers the saves of a step, and remembers what they are while there is no plan yet.
+    """Numbers the saves of one entry of a session, and remembers those that its plan does not name.
 
     Args:
-        recording: whether to remember.
+        plan: what the entry follows; None: there is none yet.
     """
 
-    def __init__(self, recording: bool) -> None:
-        self.recording = recording
+    def __init__(self, plan: Plan | None) -> None:
+        self._plan = plan
         self._counts: dict[Site, int] = {}
         self._pieces: dict[int, _Piece] = {}
         self._saved = 0
@@ -134,30 +143,45 @@ class Recorder:
         self._counts[site] = occurrence + 1
         return Save(site, occurrence)
 
-    def exact(self, save: Save, address: int, storage_bytes: int, own_bytes: int) -> None:
-        """A save was kept as it is, of `own_bytes` in a storage; 0 if they have gaps."""
-        self._piece(save, address, storage_bytes).exact[save] = own_bytes
+    def _known(self, save: Save) -> bool:
+        return self._plan is not None and save in self._plan.choices
 
-    def compressed(self, save: Save, address: int, storage_bytes: int, stored: int, int4: int | None) -> None:
+    def exact(self, save: Save, address: int, storage_bytes: int, name: object, most: bool) -> None:
+        """A save was kept as it is; see `_Piece.exact`. `name` is None if it can't be moved."""
+        if not self._known(save):
+            self._piece(save, address, storage_bytes).exact[save] = name, most
+
+    def compressed(
+        self, save: Save, address: int, storage_bytes: int, stored: int, int4: int | None, movable: bool
+    ) -> None:
         """A save was compressed to `stored` bytes; 4 bits, if they may be used, would take `int4`."""
+        if self._known(save):
+            return
         piece = self._piece(save, address, storage_bytes)
         piece.stored[save] = stored
+        if not movable:
+            piece.fixed.add(save)
         if int4 is not None:
             piece.int4[save] = int4
 
-    def shared(self, address: int, bears_int4: bool) -> None:
+    def shared(self, save: Save, address: int, bears_int4: bool) -> None:
         """A save uses the payload of another one of its storage; `bears_int4`: it could do with 4 bits too."""
-        if not bears_int4 and address in self._pieces:
-            self._pieces[address].int4.clear()
+        piece = self._pieces.get(address)
+        if piece is not None and not self._known(save):
+            piece.stored[save] = 0
+            if bears_int4:
+                piece.int4[save] = 0
 
     def replaced(self, save: Save | None, address: int) -> None:
         """A save of a storage, compressed before, now uses the payload of another one, and has none of its own."""
-        if save is not None and save in self._pieces[address].stored:
-            self._pieces[address].stored[save] = 0
-            self._pieces[address].int4[save] = 0
+        piece = self._pieces.get(address)
+        if save is not None and piece is not None and save in piece.stored:
+            piece.stored[save] = piece.int4[save] = 0
 
     def fixed(self, what: str, nbytes: int) -> None:
         """Something was kept that no plan can change."""
+        if self._plan is not None:
+            return
         self._saved += nbytes
         self._fixed[what] += nbytes
 
@@ -185,34 +209,42 @@ class Recorder:
         return self._saved
 
     def plan(self, asked: float, offload: bool = False, host_budget: int = 0) -> Plan:
-        """The plan that gives back at least the share `asked`, if any does, at the least cost.
+        """As `make_plan`, of what this one has seen."""
+        return make_plan([self], asked, offload, host_budget)
 
-        Args:
-            offload: whether host memory may be used, up to `host_budget` bytes.
-        """
-        pieces = list(self._pieces.values())
+    def ways(self, offload: bool) -> list[tuple[_Piece, list[Way]]]:
+        """Every piece of memory, with the ways to keep it."""
         total = max(1, self._saved)
-        ways = [piece.ways(piece.before / total, offload) for piece in pieces]
-        chosen = _choose(ways, asked * self._saved, host_budget)
-        fixed = sum(self._fixed.values())
-        totals = Totals(
-            original=self._saved,
-            device=fixed + sum(way.device for way in chosen),
-            host=sum(way.host for way in chosen),
-        )
-        choices = {
-            save: choice
-            for piece, way in zip(pieces, chosen, strict=True)
-            for save, choice in piece.choices(way.choice)
-        }
-        return Plan(choices, asked, totals, self._rest(pieces, chosen))
+        return [(piece, piece.ways(piece.before / total, offload)) for piece in self._pieces.values()]
 
-    def _rest(self, pieces: list[_Piece], chosen: list[Way]) -> tuple[tuple[str, int], ...]:
-        rest = Counter(self._fixed)
-        for piece, way in zip(pieces, chosen, strict=True):
-            who = ", held by somebody else too" if piece.held else ""
-            rest[f"{piece.first.op} ({piece.first.role}{who})"] += way.device
-        return tuple((what, nbytes) for what, nbytes in rest.most_common(_MOST_NAMED) if nbytes)
+    @property
+    def fixed_bytes(self) -> Counter[str]:
+        """What no plan can change, by what it is."""
+        return self._fixed
+
+
+def make_plan(recorders: Sequence[Recorder], asked: float, offload: bool = False, host_budget: int = 0) -> Plan:
+    """The plan that gives back at least the share `asked`, if any does, at the least cost.
+
+    Args:
+        recorders: of entries that saved different things.
+        offload: whether host memory may be used, up to `host_budget` bytes.
+    """
+    found = [entry for recorder in recorders for entry in recorder.ways(offload)]
+    original = sum(recorder.original_bytes for recorder in recorders)
+    chosen = _choose([ways for _, ways in found], asked * original, host_budget)
+    rest: Counter[str] = Counter()
+    for recorder in recorders:
+        rest.update(recorder.fixed_bytes)
+    choices: dict[Save, str] = {}
+    fixed = sum(rest.values())
+    for (piece, _), way in zip(found, chosen, strict=True):
+        choices.update(piece.choices(way.choice))
+        who = ", held by somebody else too" if piece.held else ""
+        rest[f"{piece.first.op} ({piece.first.role}{who})"] += way.device
+    totals = Totals(original, fixed + sum(way.device for way in chosen), sum(way.host for way in chosen))
+    most = tuple((what, nbytes) for what, nbytes in rest.most_common(_MOST_NAMED) if nbytes)
+    return Plan(choices, asked, totals, most)
 
 
 class _Step(NamedTuple):

@@ -116,28 +116,34 @@ class Packed:
 
 
 class Moved:
-    """A tensor kept as it is, in host memory, with the version it had, checked as that of `Exact`.
+    """A tensor kept as it is, its storage in host memory, with the version it had, checked as that of `Exact`.
 
     Args:
         tensor: what was saved; its memory is not held.
-        packed: what gives it back, bit for bit.
+        packed: what gives back the bytes of its storage.
     """
 
-    __slots__ = ("_packed", "_probe", "_site", "_version")
+    __slots__ = ("_bits", "_packed", "_place", "_probe", "_site", "_version")
 
     def __init__(self, tensor: Tensor, packed: Packed, site: Site) -> None:
+        self._place = tensor.storage_offset(), tensor.size(), tensor.stride()
+        self._bits = tensor.is_conj(), tensor.is_neg()
         # A tensor without memory that shares the version counter: whoever edits the other one counts here too.
         self._probe = tensor.detach()
         self._version = self._probe._version
-        self._probe.data = tensor.new_empty(0)
+        self._probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._packed = packed
         self._site = site
 
     def unpack(self) -> Tensor:
-        if self._probe._version != self._version:
-            shape = self._packed.shape.sizes
-            raise RuntimeError(edited_message(self._probe, self._version, str(self._site), shape))
-        return self._packed.unpack()
+        probe = self._probe
+        if probe._version != self._version:
+            raise RuntimeError(edited_message(probe, self._version, str(self._site), tuple(self._place[1])))
+        storage = self._packed.unpack().untyped_storage()
+        tensor = torch.empty(0, dtype=probe.dtype, device=probe.device).set_(storage, *self._place)
+        conjugate, negative = self._bits
+        tensor = torch._conj(tensor) if conjugate else tensor
+        return torch._neg_view(tensor) if negative else tensor
 
 
 # The one `Shared` of each thread that holds decoded memory.

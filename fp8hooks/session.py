@@ -18,7 +18,7 @@ from fp8hooks.config import CompressConfig, check_fields
 from fp8hooks.offload import Offloader
 from fp8hooks.packer import Packer
 from fp8hooks.plan import Plan
-from fp8hooks.planner import Recorder
+from fp8hooks.planner import Recorder, make_plan
 from fp8hooks.policy import Policy
 from fp8hooks.recipes import Recipes
 from fp8hooks.report import Report, format_bytes
@@ -76,6 +76,9 @@ class Session:
         self._lock = threading.Lock()
         self._open = 0
         self._plan: Plan | None = None
+        self._plan_given = False
+        # Of the entries that the plan was made from.
+        self._recorders: list[Recorder] = []
         self._offloader = None if config.offload is False else Offloader(config.host_budget)  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -101,8 +104,9 @@ class Session:
     def plan(self) -> Plan | None:
         """What becomes of each save: made from the first step if memory was asked for, or set by you; else None.
 
-        Set one that another process made, and this session follows it from the next step on; set None, and a new one
-        is made, if memory is asked for.
+        One that was made is made anew when a later step saves what it does not name. One that was set stays: set what
+        another process made, and this session follows it from the next step on; set None, and a new one is made, if
+        memory is asked for.
 
         Raises:
             TypeError: what is set is neither.
@@ -113,7 +117,7 @@ class Session:
     def plan(self, plan: Plan | None) -> None:
         if plan is not None and not isinstance(plan, Plan):
             raise TypeError(f"plan: {plan!r} given, a Plan or None allowed")
-        self._plan = plan
+        self._plan, self._plan_given, self._recorders = plan, plan is not None, []
 
     @property
     def compiled(self) -> list[compiled.Compiled]:
@@ -172,11 +176,27 @@ class Session:
             self._open -= 1
 
     def _make_plan(self, recorder: Recorder | None) -> None:
-        if recorder is not None and recorder.recording and self._plan is None and not recorder.empty:
-            host_budget = 0 if self._offloader is None else self._offloader.budget
-            self._plan = recorder.plan(self._asked(recorder.original_bytes), self._offloader is not None, host_budget)
+        if not self.config.planned or recorder is None or self._plan_given:
+            return
+        with self._lock:
+            if not recorder.empty:
+                # The first entry, or one that saved what the plan does not name.
+                self._recorders.append(recorder)
+                asked = self._asked(sum(one.original_bytes for one in self._recorders))
+                host_budget = 0 if self._offloader is None else self._offloader.budget
+                self._plan = make_plan(self._recorders, asked, self._offloader is not None, host_budget)
+        self._note_shortfall()
+
+    def _note_shortfall(self) -> None:
         plan, config = self._plan, self.config
-        if plan is None or not config.planned or config.memory_savings == "max" or plan.reached >= plan.asked:
+        if isinstance(config.device_budget, int):
+            held = self.stats.stored_bytes
+            if plan is not None and held > config.device_budget and plan.reached >= plan.asked:
+                self._ledger.note(
+                    f"This step holds {format_bytes(held)} on the device, device_budget={config.device_budget}: the "
+                    "plan was made from steps that saved less."
+                )
+        if plan is None or config.memory_savings == "max" or plan.reached >= plan.asked:
             return
         setting = "memory_savings" if config.device_budget is None else "device_budget"
         rest = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in plan.rest)

@@ -28,15 +28,16 @@ def pieces(draw):
 
 
 def record(step) -> Recorder:
-    recorder = Recorder(True)
+    recorder = Recorder(None)
     held = set()
     for address, (role, size, parts, exact, int4, is_held) in enumerate(step):
         for _ in range(parts):
             save = recorder.number(Site("m", "op", role))
             if exact:
-                recorder.exact(save, address, size, size // parts)
+                recorder.exact(save, address, size, address, True)
             else:
-                recorder.compressed(save, address, size, size // parts // 2, size // parts // 3 if int4 else None)
+                small = size // parts // 3 if int4 else None
+                recorder.compressed(save, address, size, size // parts // 2, small, movable=True)
         if is_held:
             held.add(address)
     recorder.close(held.__contains__)
@@ -45,7 +46,7 @@ def record(step) -> Recorder:
 
 def replay(step, plan: Plan) -> tuple[int, int]:
     """Bytes on the device and the host under a plan, counted save by save."""
-    recorder, device, host = Recorder(False), 0, 0
+    recorder, device, host = Recorder(plan), 0, 0
     for role, size, parts, exact, _, _ in step:
         choices = [plan.of(recorder.number(Site("m", "op", role))) for _ in range(parts)]
         assert len(set(choices)) == 1
@@ -106,7 +107,7 @@ def test_eight_bits_come_before_the_host_and_the_host_before_four(step, asked: f
 
 
 def per_piece(step, plan: Plan) -> tuple[list[int], list[str]]:
-    recorder = Recorder(False)
+    recorder = Recorder(plan)
     choices = [plan.of(recorder.number(Site("m", "op", role))) for role, *_ in step]
     return [size for _, size, *_ in step], choices
 

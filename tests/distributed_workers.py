@@ -40,6 +40,7 @@ def start(rank: int, worker: Callable[[int, int, Path], None], world: int, folde
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
     try:
         worker(rank, world, Path(folder))
+        dist.barrier()  # who leaves while others still talk to it may be aborted
     finally:
         dist.destroy_process_group()
 

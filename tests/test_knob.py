@@ -170,23 +170,74 @@ def test_the_plan_goes_by_site_when_shapes_change() -> None:
             assert 0.57 <= session.stats.savings <= 0.66
 
 
-def test_a_step_unlike_the_planned_one_is_said() -> None:
-    class Maximum(nn.Module):
-        """What its backward compares must be exact."""
+class Maximum(nn.Module):
+    """What its backward compares must be exact."""
 
-        def forward(self, x):
-            return torch.maximum(x * 1, x * 2)
+    def forward(self, x):
+        return torch.maximum(x * 1, x * 2)
 
-    first, x = models.mlp(), torch.randn(64, 64)
+
+def test_a_step_that_saves_what_the_plan_does_not_name_extends_it() -> None:
+    first, x = models.mlp(), torch.randn(512, 64)
+    session = fp8hooks.compress(memory_savings=0.6)
+    models.step(nn.Linear(2, 2), torch.randn(2, 2), session)
+    small = session.plan
+    for model in (first, nn.Sequential(first, models.mlp(), models.mlp())):
+        for _ in range(2):
+            models.step(model, x, session)
+        assert 0.58 <= session.stats.savings <= 0.65
+    assert len(session.plan.choices) > len(small.choices)
+    plan = session.plan
+    models.step(first, x, session)
+    assert session.plan is plan
     session = fp8hooks.compress(memory_savings=0.7)
-    models.step(first, x, session)
-    models.step(first, x, session)
-    assert "session.plan = None" not in str(session.report())
-    models.step(nn.Sequential(first, Maximum()), torch.randn(512, 64), session)
-    assert "session.plan = None" in str(session.report())
-    session.plan = None
-    models.step(first, x, session)
-    assert session.plan is not None
+    models.step(models.mlp(), x, session)
+    assert "can't be reached" not in str(session.report())
+    models.step(nn.Sequential(models.mlp(), Maximum()), torch.randn(4096, 64), session)
+    text = str(session.report())
+    assert "can't be reached" in text
+    assert "maximum (activation)" in text.replace("\n", " ")
+
+
+def test_a_step_unlike_the_one_of_a_given_plan_is_said() -> None:
+    first, x = models.mlp(), torch.randn(64, 64)
+    session, other = fp8hooks.compress(memory_savings=0.7), fp8hooks.compress(memory_savings=0.7)
+    for _ in range(2):
+        models.step(first, x, session)
+    other.plan = session.plan
+    models.step(first, x, other)
+    assert "session.plan = None" not in str(other.report())
+    models.step(nn.Sequential(models.mlp(), Maximum()), torch.randn(512, 64), other)
+    assert "session.plan = None" in str(other.report())
+    assert other.plan is session.plan
+    other.plan = None
+    models.step(first, x, other)
+    assert other.plan == session.plan
+
+
+def test_a_budget_is_for_all_that_different_entries_save() -> None:
+    """An encoder and a decoder, entered one after the other."""
+    parts, x = [models.encoder(), models.mlp(), nn.Sequential(models.Block(), models.Block())], torch.randn(8, 64, 64)
+    budget = 1 << 20
+    session = fp8hooks.compress(device_budget=budget, offload=None)
+    for _ in range(3):
+        losses, held = [], 0
+        for part in parts:
+            with session:
+                losses.append(part(x).sum())
+            held += session.stats.stored_bytes
+        sum(losses).backward()
+    assert held <= budget
+    assert session.host_bytes == 0
+
+
+def test_a_step_over_its_budget_is_said() -> None:
+    model, x = models.mlp(), torch.randn(256, 64)
+    session = fp8hooks.compress(device_budget="300 KiB")
+    models.step(model, x, session)
+    assert "device_budget" not in str(session.report())
+    models.step(model, torch.randn(1024, 64), session)
+    assert "device_budget=307200" in str(session.report())
 
 
 def test_a_plan_is_data(tmp_path) -> None:

@@ -157,6 +157,95 @@ def test_threads_share_a_session() -> None:
     assert session.host_bytes == 0
 
 
+def grad(function, x, **settings):
+    """The gradient of a function's sum, in three steps of one session, and the session."""
+    session = fp8hooks.compress(**settings)
+    for _ in range(3):
+        x.grad = None
+        with session:
+            loss = function(x * 1)
+        loss.backward()
+    return x.grad, session
+
+
+class Keep(torch.autograd.Function):
+    """What a stranger saves stays exact."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("savings", [None, 0.9, "max"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x.conj() @ x).abs().sum(),
+        lambda x: (x @ x.conj()).abs().sum(),
+        lambda x: (x.conj() * x.conj().imag).abs().sum(),
+        lambda x: (torch.view_as_real(x)[..., 0] * x.imag).sum() + (x.real @ x.imag).sum(),
+    ],
+)
+def test_conjugates_and_negatives_come_back_as_they_were(function, savings) -> None:
+    x = torch.randn(300, 300, dtype=torch.complex64, requires_grad=True)
+    want, _ = grad(function, x, offload=False)
+    got, _ = grad(function, x, offload=True, memory_savings=savings)
+    assert torch.equal(got, want)
+
+
+def test_memory_that_relu_shares_can_move() -> None:
+    layers = [nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)]
+    model = nn.Sequential(*layers)
+    _, session = grad(lambda x: model(x).square().sum(), torch.randn(1024, 512, requires_grad=True),
+                      memory_savings=0.9, offload=None)  # fmt: skip
+    assert 0.9 <= session.stats.savings <= 0.95
+
+
+def test_signs_stay_and_are_counted() -> None:
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.LeakyReLU())
+    _, session = grad(lambda x: model(x).sum(), torch.randn(2048, 1024, requires_grad=True),
+                      memory_savings="max", offload=True)  # fmt: skip
+    assert session.stats.savings == pytest.approx(session.plan.reached)
+    assert session.stats.host_bytes == session.plan.totals.host
+
+
+@pytest.mark.parametrize("function", [lambda x: (x * x).sum(), lambda x: (Keep.apply(x) + Keep.apply(x)).sum()])
+def test_what_is_saved_exactly_twice_moves_once(function) -> None:
+    x = torch.randn(300, 300, dtype=torch.float64, requires_grad=True)
+    got, session = grad(function, x, memory_savings=0.9, offload=True)
+    assert torch.equal(got, grad(function, x, offload=False)[0])
+    assert session.stats.savings > 0.9
+    assert session.stats.host_bytes == x.nbytes
+
+
+@pytest.mark.parametrize("budget", [None, 0, "300 KiB"])
+def test_what_is_exact_is_exact_for_later_saves_too(budget) -> None:
+    torch.manual_seed(0)
+    linear, x = nn.Linear(256, 256), torch.randn(512, 256, requires_grad=True)
+    function = lambda x: Keep.apply(x).sum() + linear(x).square().sum() + linear(x[:256]).sum()  # noqa: E731
+    want, _ = grad(function, x, offload=False)
+    weights = linear.weight.grad.clone()
+    linear.weight.grad = None
+    got, _ = grad(function, x, offload=True, host_budget=budget)
+    assert torch.equal(got, want)
+    assert torch.equal(linear.weight.grad, weights)
+
+
+def test_what_somebody_else_holds_is_told_of_moved_tensors_too() -> None:
+    x = torch.randn(512, 256, requires_grad=True)
+    session, kept = fp8hooks.compress(offload=True), []
+    with session:
+        kept.append(x * 1)
+        loss = kept[0].square().sum() + Keep.apply(kept[0]).sum()
+    loss.backward()
+    assert session.stats.not_freed == {"square": x.nbytes}
+
+
 # The pool
 
 
@@ -243,7 +332,7 @@ def ask(fetcher, saves, number, following=backwards) -> None:
 
 
 def test_fetches_run_ahead_within_the_window(saves) -> None:
-    fetcher = offload.Fetcher()
+    fetcher = offload.Fetcher(lambda: None)
     for number in range(7, -1, -1):
         ask(fetcher, saves, number)
         ahead = [i for i, save in enumerate(saves) if save.payload.home.fetched]
@@ -252,7 +341,7 @@ def test_fetches_run_ahead_within_the_window(saves) -> None:
 
 
 def test_an_order_that_was_not_expected_fetches_nothing_twice(saves) -> None:
-    fetcher = offload.Fetcher()
+    fetcher = offload.Fetcher(lambda: None)
     for number in (7, 5, 6, 4, 3, 0, 1, 2):
         ask(fetcher, saves, number)
     assert all(save.payload.home.fetches <= 1 for save in saves)
@@ -261,7 +350,7 @@ def test_an_order_that_was_not_expected_fetches_nothing_twice(saves) -> None:
 
 def test_what_nobody_asks_for_is_dropped(saves, monkeypatch) -> None:
     monkeypatch.setattr(offload, "_PATIENCE", 3)
-    fetcher = offload.Fetcher()
+    fetcher = offload.Fetcher(lambda: None)
     ask(fetcher, saves, 7)
     forward = lambda number: number + 1 if number < 5 else None  # noqa: E731
     for number in range(5):
@@ -270,7 +359,7 @@ def test_what_nobody_asks_for_is_dropped(saves, monkeypatch) -> None:
 
 
 def test_a_second_backward_fetches_again(saves) -> None:
-    fetcher = offload.Fetcher()
+    fetcher = offload.Fetcher(lambda: None)
     for _ in range(2):
         for number in range(7, -1, -1):
             ask(fetcher, saves, number)
@@ -281,7 +370,7 @@ def test_what_dies_on_the_device_makes_room(saves) -> None:
     for number in (6, 7):
         saves[number].payload.home = None
         saves[number].payload.nbytes = 100
-    fetcher = offload.Fetcher()
+    fetcher = offload.Fetcher(lambda: None)
     import weakref
 
     refs = [weakref.ref(save) for save in saves]

@@ -1,4 +1,4 @@
-"""The bytes as they are: for tensors that are moved and not compressed."""
+"""The bytes as they are: for storages that are moved and not compressed."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from fp8hooks.codecs.base import Codec, Payload
 
 
 class Raw(Codec):
-    """The buffer is the tensor's own memory, which must be dense; any dtype."""
+    """The buffer is the tensor's own memory; uint8."""
 
     name = "raw"
-    dtypes = frozenset()
+    dtypes = frozenset({torch.uint8})
 
     def encode(self, core: Tensor, limit: int | None = None, seed: int | None = None) -> Payload:
-        return Payload(self, core.reshape(-1).view(torch.uint8), core.numel(), core.dtype)
+        return Payload(self, core.reshape(-1), core.numel(), core.dtype, finite=True)
 
     def decode(self, payload: Payload) -> Tensor:
-        return payload.buffer.view(payload.dtype)
+        return payload.buffer
 
     def nbytes(self, numel: int) -> int:
-        return 16 * numel
+        return numel
 
     def error_bound(self, flat: Tensor) -> Tensor:
         return torch.zeros(flat.numel(), dtype=torch.float64, device=flat.device)
