@@ -1,5 +1,7 @@
 """Keep what autograd saves for backward in 8 bits an element: half the activation memory, forward untouched."""
 
+import logging
+
 from fp8hooks.audit import Audit, audit
 from fp8hooks.config import CompressConfig, Rule
 from fp8hooks.plan import Plan
@@ -20,3 +22,6 @@ __all__ = [
     "sessions",
 ]
 __version__ = "0.1.0"
+
+# Quiet until the user asks for it.
+logging.getLogger(__name__).addHandler(logging.NullHandler())

@@ -10,7 +10,7 @@ from typing import NoReturn
 from rich.console import Console
 
 import fp8hooks
-from fp8hooks import audit_command
+from fp8hooks import audit_command, doctor
 from fp8hooks.bench import compile, convergence, host, kernels, knob, numerics, step, te, te_training
 from fp8hooks.demo import main as demo
 
@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add(commands, "demo", "train a small model on real text, exact and compressed", demo.add_arguments, demo.run)
     _add(commands, "audit", "the gradient's error of a model of yours", audit_command.add_arguments, audit_command.run)
+    _add(commands, "doctor", "what is installed here, and what will be used", doctor.add_arguments, doctor.run)
     bench = commands.add_parser("bench", help="measure").add_subparsers(metavar="BENCH", required=True)
     _add(bench, "numerics", "the gradient's error by format", numerics.add_arguments, numerics.run)
     _add(bench, "convergence", "where training ends", convergence.add_arguments, convergence.run)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8hooks import callsite, codecs, identity, overlap, roles
+from fp8hooks import callsite, codecs, identity, overlap, profiling, roles
 from fp8hooks.callsite import Call, Op
 from fp8hooks.codecs import Payload, philox
 from fp8hooks.config import CompressConfig
@@ -194,7 +194,8 @@ class Packer:
         address = memory[0]
         signs = self._signs.pop(memory, None) if self._signs else None
         earlier = [] if signs is None else signs.alive()
-        payload = self._encode(tensor, memory[1], recipe, limit, choice)
+        with profiling.span("encode", recipe.site.op):
+            payload = self._encode(tensor, memory[1], recipe, limit, choice)
         if payload is None:
             return self._save_exact(tensor, recipe, address, charge, save, choice)
         assert recipe.shape is not None

@@ -46,6 +46,12 @@ class Report:
             yield self.compiled_table()
         yield from self.remarks()
 
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        console = Console(file=io.StringIO(), width=110, record=True)
+        console.print(self)
+        return console.export_html(inline_styles=True, code_format='<pre style="line-height:1.2">{code}</pre>')
+
     def __str__(self) -> str:
         out = io.StringIO()
         Console(file=out, width=110).print(self)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8hooks import devices
+from fp8hooks import devices, profiling
 from fp8hooks.codecs import Payload
 from fp8hooks.identity import Geometry, core_of, edited_message, view_as
 from fp8hooks.overlap import Trace
@@ -80,7 +80,8 @@ class Packed:
         self.number = 0
 
     def unpack(self) -> Tensor:
-        tensor = self._tensor()
+        with profiling.span("decode"):
+            tensor = self._tensor()
         if self.trace is not None:
             self.trace.ask(self.number)
         return tensor

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import threading
 import types
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fp8hooks import callsite, compiled, dynamo
+from fp8hooks import callsite, compiled, dynamo, plots
 from fp8hooks.config import CompressConfig, check_fields
 from fp8hooks.offload import Offloader
 from fp8hooks.packer import Packer
@@ -24,6 +26,11 @@ from fp8hooks.recipes import Recipes
 from fp8hooks.report import Report, format_bytes
 from fp8hooks.saved import Saved
 from fp8hooks.stats import Ledger, Stats
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_log = logging.getLogger(__name__)
 
 
 def compress(
@@ -131,6 +138,23 @@ class Session:
         """`stats` as a table, to print; with a row for each module on request."""
         return Report(self.stats, by_module, self.compiled, self._plan)
 
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Bars of the latest step's saved bytes, before and after, by operation and by role.
+
+        Args:
+            path: of a picture to write, in the format that its suffix names.
+
+        Returns:
+            The figure, of matplotlib.
+
+        Raises:
+            ImportError: there is no matplotlib.
+        """
+        figure = plots.saved_bytes(self.stats)
+        if path is not None:
+            figure.savefig(path, dpi=120)
+        return figure
+
     def __enter__(self) -> Session:
         with self._lock:
             if self._open == 0:
@@ -185,6 +209,7 @@ class Session:
                 asked = self._asked(sum(one.original_bytes for one in self._recorders))
                 host_budget = 0 if self._offloader is None else self._offloader.budget
                 self._plan = make_plan(self._recorders, asked, self._offloader is not None, host_budget)
+                _log.info("a plan was made in step %d: %s", self._ledger.steps, self._plan)
         self._note_shortfall()
 
     def _note_shortfall(self) -> None:

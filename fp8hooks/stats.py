@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -9,6 +11,8 @@ from typing import Any
 
 from fp8hooks.codecs import Payload
 from fp8hooks.saved import Site
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -117,6 +121,7 @@ class Ledger:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._live: dict[weakref.ref[Payload], int] = {}
+        self._logged: set[str] = set()
         self.steps = 0
         self._forget()
 
@@ -153,9 +158,13 @@ class Ledger:
             self._not_freed[op] = self._not_freed.get(op, 0) + nbytes
 
     def note(self, text: str) -> None:
-        """Say something in the report, once."""
+        """Say something in the report, once a step, and in the log, once and for all, whatever its figures."""
         if text not in self._notes:
             self._notes.append(text)
+            kind = re.sub(r"[\d.,]+", "", text)
+            if kind not in self._logged:
+                self._logged.add(kind)
+                _log.warning("%s", text)
 
     def watch(self, payload: Payload) -> weakref.ref[Payload]:
         """Count a payload among what is held, for as long as it lives; a weak reference to it."""
