@@ -35,17 +35,7 @@ def test_a_whole_step_can_be_captured() -> None:
             loss = model(static).float().square().mean()
         loss.backward()
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            model.zero_grad(set_to_none=True)
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    model.zero_grad(set_to_none=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph = models.captured(model, step)
     for _ in range(2):
         x = torch.randn_like(static)
         static.copy_(x)
