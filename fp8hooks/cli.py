@@ -11,7 +11,7 @@ from rich.console import Console
 
 import fp8hooks
 from fp8hooks import audit_command, doctor
-from fp8hooks.bench import compile, convergence, host, kernels, knob, numerics, step, te, te_training
+from fp8hooks.bench import compile, convergence, eager, host, kernels, knob, numerics, te, te_training
 from fp8hooks.demo import main as demo
 
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add(bench, "convergence", "where training ends", convergence.add_arguments, convergence.run)
     _add(bench, "kernels", "the speed of encoding and decoding", kernels.add_arguments, kernels.run)
     _add(bench, "host", "what a save costs the host", host.add_arguments, host.run)
-    _add(bench, "step", "time and memory of a whole step", step.add_arguments, step.run)
+    _add(bench, "eager", "time, memory and error of a step, beside every other way", eager.add_arguments, eager.run)
     _add(bench, "compile", "the same of a compiled model", compile.add_arguments, compile.run)
     _add(bench, "knob", "what memory costs, by the share given back", knob.add_arguments, knob.run)
     _add(bench, "te", "the same of TransformerEngine's layers", te.add_arguments, te.run)

@@ -10,10 +10,14 @@ import torch
 
 pytest.importorskip("sklearn", reason="bench numerics trains on scikit-learn's digits")
 
+from rich.console import Console
+
 from fp8hooks import cli
+from fp8hooks.bench import families
 from fp8hooks.bench.host import CONTEXTS
 from fp8hooks.bench.models import SUBJECTS
 from fp8hooks.bench.numerics import NOISE, SETTINGS
+from fp8hooks.bench.steps import Way, measure, table
 
 
 def test_numerics_measures_every_setting_on_every_model(capsys, tmp_path) -> None:
@@ -71,16 +75,69 @@ def test_kernels_measures_both_ways_on_any_device(capsys, tmp_path) -> None:
     assert "square8" in capsys.readouterr().out
 
 
-def test_step_measures_every_way(capsys, tmp_path) -> None:
-    out = tmp_path / "step.json"
-    arguments = ["--shape", "tiny", "--device", "cpu", "--repeats", "1", "--out", str(out)]
-    assert cli.main(["bench", "step", *arguments]) == 0
-    results = json.loads(out.read_text())
-    assert list(results) == ["plain", "checkpoint each layer", "fp8hooks"]
-    assert all(result["milliseconds"] > 0 for result in results.values())
-    assert results["plain"]["error"] == 0
-    assert 0 < results["fp8hooks"]["error"] < 0.05
-    assert "of plain" in capsys.readouterr().out
+def bench(tmp_path, *arguments: str):
+    """A bench on the CPU, and what it wrote."""
+    out = tmp_path / "out.json"
+    assert cli.main(["bench", *arguments, "--device", "cpu", "--repeats", "1", "--out", str(out)]) == 0
+    return json.loads(out.read_text())
+
+
+def test_eager_measures_every_way_on_every_family(capsys, tmp_path) -> None:
+    picture = tmp_path / "eager.png"
+    found = bench(tmp_path, "eager", "--models", "tiny", "tiny-vit", "tiny-moe", "--plot", str(picture))
+    assert [one["model"] for one in found] == ["tiny", "tiny-vit", "tiny-moe"]
+    for one in found:
+        assert list(one["ways"]) == ["plain", "fp8hooks", "checkpoint each layer", "selective checkpoint"]
+        assert all(way["milliseconds"] > 0 and way["failure"] is None for way in one["ways"].values())
+        plain, ours = one["ways"]["plain"], one["ways"]["fp8hooks"]
+        assert plain["error"] == 0 < ours["error"] < 0.05
+        # bfloat16 has an error of its own, to which ours adds little.
+        assert 0 < plain["truth"] < 0.05
+        assert ours["truth"] < plain["truth"] + 0.02
+    assert found[0]["tokens"] == 64
+    assert picture.stat().st_size > 1000
+    text = capsys.readouterr().out
+    assert "from float32" in text
+    assert "GACT is not measured" in text
+    assert "No GPU" in text
+
+
+def test_eager_at_several_sizes(tmp_path) -> None:
+    sizes = ["--lengths", "16", "32", "--layers", "1", "2", "--batches", "1"]
+    found = bench(tmp_path, "eager", "--models", "tiny", *sizes, "--only", "fp8hooks", "--no-truth")
+    assert [(one["shape"]["layers"], one["shape"]["length"]) for one in found] == [(1, 16), (1, 32), (2, 16), (2, 32)]
+    assert list(found[0]["ways"]) == ["plain", "fp8hooks"]
+
+
+def test_a_vit_has_no_length(capsys) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "eager", "--device", "cpu", "--models", "tiny-vit", "--lengths", "7"])
+    assert "length: 7 given" in capsys.readouterr().err
+
+
+def test_a_way_that_runs_out_of_memory_is_recorded_and_the_others_go_on() -> None:
+    model = families.build("tiny", torch.device("cpu"), torch.bfloat16)
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate all there is.\nAnd more.")
+
+    ways = {"plain": Way(model), "hungry": Way(fails), "again": Way(model)}
+    results = measure(model, model.inputs(), ways, 1)
+    assert list(results) == ["plain", "hungry", "again"]
+    assert results["hungry"].failure == "OutOfMemoryError: CUDA out of memory. Tried to allocate all there is."
+    assert results["again"].milliseconds > 0
+    assert results["again"].error == 0
+    console = Console(record=True, width=120)
+    console.print(table("title", results))
+    assert "OutOfMemoryError" in console.export_text()
+    with pytest.raises(torch.OutOfMemoryError):
+        measure(model, model.inputs(), {"hungry": Way(fails)}, 1)
+    with pytest.raises(ValueError, match="boom"):
+        measure(model, model.inputs(), {"plain": Way(model), "broken": Way(boom)}, 1)
+
+
+def boom(x: torch.Tensor) -> torch.Tensor:
+    raise ValueError("boom")
 
 
 def test_compile_measures_the_ways_asked_for(capsys, tmp_path) -> None:

@@ -3,39 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch._functorch.config
 from rich.console import Console
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import fp8hooks
 from fp8hooks.bench.llama import SHAPES, Llama
+from fp8hooks.bench.peers import QUANTIZE, backend, chosen, compiled_layers, forward_through
 from fp8hooks.bench.steps import Way, measure, table
 from fp8hooks.devices import find_device, name_of
-
-Backend = Callable[[torch.fx.GraphModule, list[Any]], Any]
-
-#: Inductor's own pass: every saved tensor of 1 MiB or more as E4M3 with a scale a row.
-_QUANTIZE = {
-    "post_grad_fusion_options": {
-        "activation_quantization_aten_pass": {
-            "quant_type": "torch.float8_e4m3fn",
-            "size_in_mb": 1,
-            "use_scaling": True,
-            "exclude_primals": False,
-            "allowed_dtypes": "torch.bfloat16;torch.float32",
-        }
-    }
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +60,7 @@ def ways(model: Llama) -> dict[str, Way]:
     session = fp8hooks.compress()
     half = compiled_layers(model, backend(activation_memory_budget=0.5))
     quarter = compiled_layers(model, backend(activation_memory_budget=0.25))
-    plain, quantized = compiled_layers(model, backend()), compiled_layers(model, backend(_QUANTIZE))
+    plain, quantized = compiled_layers(model, backend()), compiled_layers(model, backend(QUANTIZE))
     return {
         "compiled": Way(forward_through(model, plain)),
         "eager": Way(model),
@@ -91,48 +71,3 @@ def ways(model: Llama) -> dict[str, Way]:
         "compiled, fp8hooks": Way(forward_through(model, plain), lambda: session),
         "activation_memory_budget=0.5 and fp8hooks": Way(forward_through(model, half), lambda: session),
     }
-
-
-def chosen(found: dict[str, Way], parts: list[str] | None) -> dict[str, Way]:
-    """The first way, and those whose names have one of the parts in them; all without any."""
-    if not parts:
-        return found
-    first = next(iter(found))
-    some = {name: way for name, way in found.items() if name == first or any(part in name for part in parts)}
-    for part in parts:
-        if not any(part in name for name in some):
-            raise ValueError(f"--only: {part!r} given, parts of {', '.join(map(repr, found))} allowed")
-    return some
-
-
-def backend(inductor: dict[str, Any] | None = None, **functorch: Any) -> Backend:
-    """Inductor under other settings. Dynamo tells what it compiled for one backend from what it did for another."""
-
-    def compile_graph(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        from torch._inductor import config as inductor_config
-        from torch._inductor.compile_fx import compile_fx
-
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch._functorch.config.patch(**functorch) if functorch else contextlib.nullcontext())
-            stack.enter_context(inductor_config.patch(inductor) if inductor else contextlib.nullcontext())
-            return compile_fx(module, inputs)
-
-    return compile_graph
-
-
-def compiled_layers(model: Llama, backend: Backend) -> dict[Any, Callable[..., Tensor]]:
-    """Each layer with what runs in its place."""
-    return {layer: torch.compile(layer, backend=backend, fullgraph=True) for layer in model.layers}
-
-
-def forward_through(
-    model: Llama, layers: dict[Any, Callable[..., Tensor]], recompute: bool = False
-) -> Callable[[Tensor], Tensor]:
-    """The model's forward, with its layers replaced, and each checkpointed on request."""
-
-    def run(layer: Any, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        if recompute:
-            return checkpoint(layers[layer], x, angles, use_reentrant=False)
-        return layers[layer](x, angles)
-
-    return functools.partial(model, run=run)

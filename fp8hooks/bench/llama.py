@@ -24,6 +24,7 @@ class Shape:
         heads, kv_heads: of queries; of keys and values.
         batch, length: sequences, and tokens in each.
         vocabulary: of the logits; 0 for none.
+        experts: in place of the one MLP of a layer, each token going to two of them; 0 for none.
     """
 
     layers: int
@@ -34,6 +35,7 @@ class Shape:
     batch: int
     length: int
     vocabulary: int = 0
+    experts: int = 0
 
 
 SHAPES = {
@@ -41,7 +43,10 @@ SHAPES = {
     "llama": Shape(layers=6, hidden=4096, ffn=14336, heads=32, kv_heads=8, batch=4, length=4096),
     # So small that a GPU waits for its host.
     "launch": Shape(layers=8, hidden=512, ffn=1536, heads=8, kv_heads=8, batch=4, length=128),
+    # Mixtral's layers, a half as wide.
+    "moe": Shape(layers=4, hidden=2048, ffn=7168, heads=16, kv_heads=8, batch=4, length=4096, experts=8),
     "tiny": Shape(layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, batch=2, length=32),
+    "tiny-moe": Shape(layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, batch=2, length=32, experts=4),
 }
 
 
@@ -60,6 +65,10 @@ class Llama(nn.Module):
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
+
+    @property
+    def tokens(self) -> int:
+        return self.shape.batch * self.shape.length
 
     def forward(self, x: Tensor, run: Callable[..., Tensor] | None = None) -> Tensor:
         """`run(layer, x, angles)`, if given, calls the layers."""
@@ -104,14 +113,11 @@ class Layer(nn.Module):
         self.k = nn.Linear(shape.hidden, shape.kv_heads * width, bias=False)
         self.v = nn.Linear(shape.hidden, shape.kv_heads * width, bias=False)
         self.o = nn.Linear(shape.hidden, shape.hidden, bias=False)
-        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=False)
-        self.up = nn.Linear(shape.hidden, shape.ffn, bias=False)
-        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
+        self.mlp = Experts(shape) if shape.experts else Mlp(shape)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.attention(self.attention_norm(x), angles)
-        y = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return x + self.mlp(self.mlp_norm(x))
 
     def attention(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         q, k, v = (
@@ -122,6 +128,39 @@ class Layer(nn.Module):
         q, k, v = _rotate(q, angles), _repeat(_rotate(k, angles), groups), _repeat(v, groups)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(y.transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.up = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return y
+
+
+class Experts(nn.Module):
+    """As many MLPs as there are experts, each token going to the two that its router gives most."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.router = nn.Linear(shape.hidden, shape.experts, bias=False)
+        self.experts = nn.ModuleList(Mlp(shape) for _ in range(shape.experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        shares, chosen = F.softmax(self.router(flat).float(), -1).topk(2)
+        shares = (shares / shares.sum(-1, keepdim=True)).to(x.dtype)
+        y = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            tokens, place = torch.where(chosen == number)
+            y = y.index_add(0, tokens, expert(flat[tokens]) * shares[tokens, place, None])
+        return y.view(x.shape)
 
 
 def _angles(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
