@@ -11,7 +11,20 @@ from rich.console import Console
 
 import fp8hooks
 from fp8hooks import audit_command, doctor
-from fp8hooks.bench import compile, convergence, eager, host, kernels, knob, numerics, te, te_training
+from fp8hooks.bench import (
+    compile,
+    convergence,
+    eager,
+    everything,
+    fit,
+    growth,
+    host,
+    kernels,
+    knob,
+    numerics,
+    te,
+    te_training,
+)  # fmt: skip
 from fp8hooks.demo import main as demo
 
 
@@ -38,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add(bench, "eager", "time, memory and error of a step, beside every other way", eager.add_arguments, eager.run)
     _add(bench, "compile", "the same of a compiled model", compile.add_arguments, compile.run)
     _add(bench, "knob", "what memory costs, by the share given back", knob.add_arguments, knob.run)
+    _add(bench, "growth", "how our cost grows with the model", growth.add_arguments, growth.run)
+    _add(bench, "fit", "the largest batch and length that fit", fit.add_arguments, fit.run)
+    _add(bench, "all", "all that can be measured here, into a folder", everything.add_arguments, everything.run)
     _add(bench, "te", "the same of TransformerEngine's layers", te.add_arguments, te.run)
     _add(bench, "te-training", "where training with it in FP8 ends", te_training.add_arguments, te_training.run)
     options = parser.parse_args(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 
@@ -13,7 +14,7 @@ pytest.importorskip("sklearn", reason="bench numerics trains on scikit-learn's d
 from rich.console import Console
 
 from fp8hooks import cli
-from fp8hooks.bench import families
+from fp8hooks.bench import everything, families, fit
 from fp8hooks.bench.host import CONTEXTS
 from fp8hooks.bench.models import SUBJECTS
 from fp8hooks.bench.numerics import NOISE, SETTINGS
@@ -134,6 +135,97 @@ def test_a_way_that_runs_out_of_memory_is_recorded_and_the_others_go_on() -> Non
         measure(model, model.inputs(), {"hungry": Way(fails)}, 1)
     with pytest.raises(ValueError, match="boom"):
         measure(model, model.inputs(), {"plain": Way(model), "broken": Way(boom)}, 1)
+
+
+def test_growth_measures_every_size(tmp_path, capsys) -> None:
+    points = bench(tmp_path, "growth", "--model", "tiny", "--axes", "layers", "batch")
+    assert [(point["axis"], point["size"]) for point in points] == [
+        ("layers", 1), ("layers", 2), ("layers", 4), ("batch", 1), ("batch", 2), ("batch", 4),
+    ]  # fmt: skip
+    saves = {(point["axis"], point["size"]): point["saves"] for point in points}
+    # A norm besides, as often whatever the size.
+    assert saves["layers", 4] - saves["layers", 2] == 2 * (saves["layers", 2] - saves["layers", 1])
+    size = {(point["axis"], point["size"]): point["gigabytes"] for point in points}
+    assert size["batch", 4] == pytest.approx(2 * size["batch", 2], rel=0.1)
+    assert "us a save" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 7, 8, 100, 1000])
+def test_the_search_finds_the_largest(limit: int) -> None:
+    tried = []
+
+    def works(size: int) -> float:
+        tried.append(size)
+        return size * 10.0 if size <= limit else 0.0
+
+    found, value = fit.largest_that(works, 1)
+    assert value == found * 10
+    assert found <= limit
+    assert limit == found or limit - found <= found / 8
+    assert len(tried) == len(set(tried)) < 20
+    assert fit.largest_that(lambda size: size <= 5000, 1024)[0] == 4096
+
+
+def test_fit_takes_what_works_and_needs_a_gpu(capsys) -> None:
+    for name in fit.WAYS:
+        assert fit.tokens_per_second(name, "tiny", 1, 2, 32, torch.device("cpu")) > 0
+    fits = [fit.Fit("exact", "batch", 24 * 10**9, 7, 1234.5), fit.Fit("exact", "length", 24 * 10**9, 0, 0.0)]
+    console = Console(record=True, width=100)
+    console.print(fit.table("title", fits))
+    text = console.export_text()
+    assert "batch, 24 GB" in text
+    assert "1,23" in text
+    assert "none" in text
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit):
+            cli.main(["bench", "fit"])
+        assert "needs a GPU" in capsys.readouterr().err
+
+
+def test_all_goes_on_and_says_what_it_can_not_measure(monkeypatch, tmp_path, capsys) -> None:
+    def broken(options, console):
+        raise RuntimeError("the moon is full")
+
+    monkeypatch.setattr("fp8hooks.bench.kernels.run", broken)
+    names = ["kernels", "host", "growth", "te", "fit"]
+    assert cli.main(["bench", "all", "--device", "cpu", "--out", str(tmp_path), "--only", *names]) == 0
+    index = json.loads((tmp_path / "index.json").read_text())
+    assert index["benches"] == {
+        "kernels": "kernels failed: RuntimeError: the moon is full",
+        "host": "done",
+        "growth": "done",
+        "te": "not measured: it needs a GPU",
+        "fit": "not measured: it needs a GPU",
+    }
+    assert index["torch"] == torch.__version__
+    assert json.loads((tmp_path / "host.json").read_text())["no hook"] > 0
+    assert "2 of 5 done" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "all", "--device", "cpu", "--full", "--out", str(tmp_path)])
+    assert "--full" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", everything.RUNS)
+def test_all_calls_benches_by_options_that_they_have(monkeypatch, tmp_path, name) -> None:
+    seen = []
+    module = {"all": everything}.get(name) or importlib.import_module(f"fp8hooks.bench.{name}")
+    monkeypatch.setattr(module, "run", lambda options, console: seen.append(options))
+    for device, full in (("cpu", False), ("cuda", False), ("cuda", True)):
+        if device == "cpu" and name in ("te", "fit"):
+            continue
+        arguments = everything.arguments_of(name, torch.device(device), full, tmp_path)
+        assert cli.main(arguments) == 0
+    assert len(seen) == (2 if name in ("te", "fit") else 3)
+
+
+def test_convergence_by_shares(tmp_path, capsys) -> None:
+    out = tmp_path / "curves.json"
+    arguments = ["--steps", "3", "--seeds", "1", "--formats", "--savings", "0.5", "0.9", "--out", str(out)]
+    assert cli.main(["bench", "convergence", *arguments]) == 0
+    assert [curve["setting"] for curve in json.loads(out.read_text())] == ["exact", "savings 0.5", "savings 0.9"]
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "convergence", "--savings", "2"])
+    assert "memory_savings: 2.0 given" in capsys.readouterr().err
 
 
 def boom(x: torch.Tensor) -> torch.Tensor:

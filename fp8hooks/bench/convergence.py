@@ -32,7 +32,7 @@ class Curve:
     """One training.
 
     Attributes:
-        setting: `exact`, or the format of activations.
+        setting: `exact`, the format of activations, or `savings` and the share asked for.
         losses: training loss of each step, in nats a byte.
         held_out: loss on text that was not trained on, after the last step.
         gradient_error: of the last step; None for `exact`.
@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=2000, help="training steps (default %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each setting (default %(default)s)")
     parser.add_argument("--size", choices=SIZES, default="small", help="model and batch size (default %(default)s)")
-    parser.add_argument("--formats", nargs="+", choices=LOSSY, metavar="FORMAT", default=["square8"])
+    parser.add_argument("--formats", nargs="*", choices=LOSSY, metavar="FORMAT", default=["square8"])
+    parser.add_argument("--savings", nargs="+", type=float, default=[], metavar="S", help="shares to ask for besides")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, ... (default %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="bfloat16 trains under autocast")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default %(default)s)")
@@ -64,9 +65,12 @@ def run(options: argparse.Namespace, console: Console) -> None:
         given = f"{options.steps}, {options.seeds}, {options.jobs}"
         raise ValueError(f"--steps, --seeds, --jobs: {given} given, 1 or more allowed")
     find_device(options.device)
+    for share in options.savings:
+        _session(f"{_SAVINGS}{share:g}")
+    settings = (EXACT, *options.formats, *(f"{_SAVINGS}{share:g}" for share in options.savings))
     jobs = [
         (setting, seed, options.steps, options.size, options.device, options.dtype)
-        for setting in (EXACT, *options.formats)
+        for setting in settings
         for seed in range(options.seeds)
     ]
     curves = list(track(_train_all(jobs, options.jobs), "training", total=len(jobs), console=console, transient=True))
@@ -75,6 +79,17 @@ def run(options: argparse.Namespace, console: Console) -> None:
         Path(options.out).write_text(json.dumps([vars(curve) for curve in curves]))
     if options.plot:
         plot(curves, options.plot, f"{options.size}, {options.dtype}, {options.device}, torch {torch.__version__}")
+
+
+_SAVINGS = "savings "
+
+
+def _session(setting: str) -> fp8hooks.Session | None:
+    if setting == EXACT:
+        return None
+    if setting.startswith(_SAVINGS):
+        return fp8hooks.compress(memory_savings=float(setting.removeprefix(_SAVINGS)), offload=None)
+    return fp8hooks.compress(format=setting)
 
 
 _Job = tuple[str, int, int, str, str, str]
@@ -92,7 +107,7 @@ def _train_all(jobs: list[_Job], at_a_time: int) -> Iterable[Curve]:
 def _train(job: _Job) -> Curve:
     setting, seed, steps, size, device, dtype = job
     setup = Setup(SIZES[size], text.load(None), steps, find_device(device), DTYPES[dtype], seed)
-    session = None if setting == EXACT else fp8hooks.compress(format=setting)
+    session = _session(setting)
     done: Run = train.train(setup, session, lambda step, loss: None)
     error = done.gradient_errors[1] if done.gradient_errors else None
     return Curve(setting, seed, done.losses, done.held_out, error)
