@@ -50,6 +50,17 @@ def test_subjects_learn(name) -> None:
     assert after < before
 
 
+def test_numerics_by_operation(tmp_path) -> None:
+    out = tmp_path / "numerics.json"
+    arguments = ["--steps", "3", "--batches", "1", "--by-op", "int4", "--out", str(out)]
+    assert cli.main(["bench", "numerics", *arguments]) == 0
+    of = {(one["model"], one["setting"]): one for one in json.loads(out.read_text())}
+    policy, silu = of["language model", "policy"], of["language model", "silu (activation) in int4"]
+    linear = of["language model", "linear (activation) in int4"]
+    assert policy["error"] < silu["error"] < linear["error"]
+    assert silu["bytes_per_element"] < policy["bytes_per_element"]
+
+
 def test_convergence_compares_settings_over_seeds(capsys, tmp_path) -> None:
     out, picture = tmp_path / "curves.json", tmp_path / "curves.png"
     formats = ["square8", "fp8_e4m3"]
