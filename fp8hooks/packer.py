@@ -194,7 +194,10 @@ class Packer:
         address = memory[0]
         signs = self._signs.pop(memory, None) if self._signs else None
         earlier = [] if signs is None else signs.alive()
-        with profiling.span("encode", recipe.site.op):
+        if profiling.active():
+            with profiling.span("encode", recipe.site.op):
+                payload = self._encode(tensor, memory[1], recipe, limit, choice)
+        else:
             payload = self._encode(tensor, memory[1], recipe, limit, choice)
         if payload is None:
             return self._save_exact(tensor, recipe, address, charge, save, choice)

@@ -80,7 +80,10 @@ class Packed:
         self.number = 0
 
     def unpack(self) -> Tensor:
-        with profiling.span("decode"):
+        if profiling.active():
+            with profiling.span("decode"):
+                tensor = self._tensor()
+        else:
             tensor = self._tensor()
         if self.trace is not None:
             self.trace.ask(self.number)
